@@ -1,0 +1,188 @@
+"""What passes between the target, the drafters, the training loop and the runtime.
+
+A drafter is an `nn.Module` with the attributes and methods of the `Drafter` protocol below; nothing inherits from it.
+One rule of alignment holds for every method. A *state row* t is a position whose target states are known. Its
+*anchor* is the token at t + 1 (sampled, not yet in any cache); the drafter predicts *depth* d = 1, 2, ... after the
+anchor, that is the token at t + 1 + d. A training pair (t, d) counts when the tokens t+1 .. t+1+d all are supervised
+tokens of one document (`supervised`): the first token of an answer is the target's own to give, it is an anchor and
+never a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+NEEDS = frozenset({"ids", "taps", "last_hidden", "teacher", "kv", "module"})
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a drafter needs to know of its target, and what an export records of it."""
+
+    name: str  # hub id, folder name or built-in name; never a local path
+    revision: str | None
+    fingerprint: str  # sha256 over config and weights' names, shapes and samples
+    family: str
+    vocab: int  # V, rows of the embedding
+    tokens: int  # ids the tokenizer can produce; tokens <= vocab, ids beyond are never drafted or emitted
+    width: int  # D
+    layers: int  # L
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float
+    activation: str
+    rope: dict[str, Any]  # transformers' `rope_parameters` of the target (full-attention layers): rope_type, rope_theta, ...
+    max_positions: int
+    tied: bool
+    eos_ids: tuple[int, ...]
+    tokenizer_hash: str | None
+
+
+@dataclass
+class Batch:
+    """Packed training rows. All tensors have shape [B, T]; padding has sample id -1."""
+
+    ids_BT: Tensor  # int64
+    supervised_BT: Tensor  # bool, True where this token is one to be predicted (written by the assistant, or its end)
+    positions_BT: Tensor  # int64, from 0 in every document
+    samples_BT: Tensor  # int64 sample id: document separator and key of seeded noise; -1 = padding
+    epoch: int = 0
+    seed: int = 0
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(
+            self.ids_BT.to(device),
+            self.supervised_BT.to(device),
+            self.positions_BT.to(device),
+            self.samples_BT.to(device),
+            self.epoch,
+            self.seed,
+        )
+
+
+def supervised(batch: Batch, depth: int) -> Tensor:
+    """Bool [B, T]: True where state row t has a training pair of this depth (depth 0: the anchor alone is supervised).
+
+    Pair (t, d) counts when tokens t+1 .. t+1+d are all supervised and belong to the document of t.
+    """
+    ok_BT = torch.zeros_like(batch.supervised_BT)
+    n = batch.ids_BT.shape[1] - 1 - depth
+    if n <= 0:
+        return ok_BT
+    run_Bn = batch.samples_BT[:, :n] >= 0
+    for j in range(1, depth + 2):
+        same_Bn = batch.samples_BT[:, j : j + n] == batch.samples_BT[:, :n]
+        run_Bn = run_Bn & batch.supervised_BT[:, j : j + n] & same_Bn
+    ok_BT[:, :n] = run_Bn
+    return ok_BT
+
+
+@dataclass
+class TargetOut:
+    """States of one batch. Only what `loss_needs` asks for is filled.
+
+    `taps_BTPD[:, :, i]` is h[taps[i]], the residual stream entering that layer; `last_hidden_BTD` is after the final
+    norm. Row t of both is the state of token t: the teacher for the token at t + 1 is `head(last_hidden[t])`.
+    """
+
+    taps_BTPD: Tensor | None = None
+    last_hidden_BTD: Tensor | None = None
+    log_z_BT: Tensor | None = None  # log-sum-exp over all V logits of row t, fp32; None = not captured
+    top_BT: Tensor | None = None  # argmax over all V logits of row t, int64; None = not captured
+    head: Callable[[Tensor, Tensor | None], Tensor] | None = None  # Target.head: (hidden, ids or None) -> logits
+    embed: Callable[[Tensor], Tensor] | None = None  # Target.embed: ids -> embeddings
+    forward: Callable[..., Any] | None = None  # the wrapped target, for methods that need `module`
+
+
+@dataclass
+class Terms:
+    """What a `loss` returns: per term a *sum* (to be divided by its entry in `denominators`), and metrics as
+    (sum, count) pairs of detached tensors or floats."""
+
+    losses: dict[str, Tensor]
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class Level:
+    """Next-token logits in draft ids for N nodes per row. `valid_BN` False = this row has nothing to say."""
+
+    logits_BNW: Tensor
+    valid_BN: Tensor
+    confidence_BN: Tensor | None = None
+
+
+@dataclass
+class Prefill:
+    """How much room a drafter's state needs: rows, slots per row, where and in what dtype."""
+
+    rows: int
+    slots: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass
+class Commit:
+    """The ragged rows committed since the last time (at first: the prompt), right-padded to T = max(counts_B).
+
+    `ids_BT[b, :counts_B[b]]` are tokens whose target states are known now and stand in the target's cache;
+    `anchor_B` is the newest token, whose KV is in no cache yet. Positions are absolute. counts_B may hold 0.
+    """
+
+    ids_BT: Tensor
+    counts_B: Tensor
+    positions_BT: Tensor
+    anchor_B: Tensor
+    taps_BTPD: Tensor | None = None
+    last_hidden_BTD: Tensor | None = None
+    kv: Any = None
+    extra_out: Any = None
+
+    def following(self) -> Tensor:
+        """[B, T] the token after each row's token: the next committed one, at the end the anchor."""
+        next_BT = torch.cat([self.ids_BT[:, 1:], self.ids_BT[:, :1]], dim=1)
+        last_B1 = (self.counts_B - 1).clamp(min=0)[:, None]
+        return next_BT.scatter(1, last_B1, self.anchor_B[:, None])
+
+
+class Drafter(Protocol):
+    """The contract of a draft head or parallel drafter (DESIGN: Drafter).
+
+    Class attributes: `method` (its key in METHODS), `Config` (frozen dataclass), `draft_needs`, `loss_needs`
+    (subsets of NEEDS). Instance attributes: `config`, `facts` (TargetFacts), `taps` (tuple of k, may be empty),
+    `d2t_W` (int64 buffer of *absolute* target ids, sorted, or None = identity), `parallel` (rows that `start` returns
+    at once; 1 = levels come one at a time), `max_depth` (None = any).
+    Construction: `Method(config, facts, draft_ids=None)`; then `init_from_target(target)` copies what the recipe
+    says (head rows, norms).
+    """
+
+    method: str
+    Config: type
+    draft_needs: frozenset[str]
+    loss_needs: frozenset[str]
+    config: Any
+    facts: TargetFacts
+    taps: tuple[int, ...]
+    d2t_W: Tensor | None
+    parallel: int
+    max_depth: int | None
+
+    def denominators(self, batch: Batch, progress: float) -> dict[str, float]: ...
+
+    def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms: ...
+
+    def init(self, prefill: Prefill) -> Any: ...
+
+    def start(self, state: Any, commit: Commit) -> tuple[Any, Level]: ...
+
+    def extend(self, state: Any, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[Any, Level]: ...
+
+    def reset(self, state: Any, rows: Tensor) -> Any: ...
