@@ -10,12 +10,26 @@ never a label.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ..data.batch import Batch, TargetOut, supervised
+
+__all__ = [
+    "NEEDS",
+    "Batch",
+    "Commit",
+    "Drafter",
+    "Level",
+    "Prefill",
+    "TargetFacts",
+    "TargetOut",
+    "Terms",
+    "supervised",
+]
 
 NEEDS = frozenset({"ids", "taps", "last_hidden", "teacher", "kv", "module"})
 
@@ -43,62 +57,6 @@ class TargetFacts:
     tied: bool
     eos_ids: tuple[int, ...]
     tokenizer_hash: str | None
-
-
-@dataclass
-class Batch:
-    """Packed training rows. All tensors have shape [B, T]; padding has sample id -1."""
-
-    ids_BT: Tensor  # int64
-    supervised_BT: Tensor  # bool, True where this token is one to be predicted (written by the assistant, or its end)
-    positions_BT: Tensor  # int64, from 0 in every document
-    samples_BT: Tensor  # int64 sample id: document separator and key of seeded noise; -1 = padding
-    epoch: int = 0
-    seed: int = 0
-
-    def to(self, device: torch.device | str) -> Batch:
-        return Batch(
-            self.ids_BT.to(device),
-            self.supervised_BT.to(device),
-            self.positions_BT.to(device),
-            self.samples_BT.to(device),
-            self.epoch,
-            self.seed,
-        )
-
-
-def supervised(batch: Batch, depth: int) -> Tensor:
-    """Bool [B, T]: True where state row t has a training pair of this depth (depth 0: the anchor alone is supervised).
-
-    Pair (t, d) counts when tokens t+1 .. t+1+d are all supervised and belong to the document of t.
-    """
-    ok_BT = torch.zeros_like(batch.supervised_BT)
-    n = batch.ids_BT.shape[1] - 1 - depth
-    if n <= 0:
-        return ok_BT
-    run_Bn = batch.samples_BT[:, :n] >= 0
-    for j in range(1, depth + 2):
-        same_Bn = batch.samples_BT[:, j : j + n] == batch.samples_BT[:, :n]
-        run_Bn = run_Bn & batch.supervised_BT[:, j : j + n] & same_Bn
-    ok_BT[:, :n] = run_Bn
-    return ok_BT
-
-
-@dataclass
-class TargetOut:
-    """States of one batch. Only what `loss_needs` asks for is filled.
-
-    `taps_BTPD[:, :, i]` is h[taps[i]], the residual stream entering that layer; `last_hidden_BTD` is after the final
-    norm. Row t of both is the state of token t: the teacher for the token at t + 1 is `head(last_hidden[t])`.
-    """
-
-    taps_BTPD: Tensor | None = None
-    last_hidden_BTD: Tensor | None = None
-    log_z_BT: Tensor | None = None  # log-sum-exp over all V logits of row t, fp32; None = not captured
-    top_BT: Tensor | None = None  # argmax over all V logits of row t, int64; None = not captured
-    head: Callable[[Tensor, Tensor | None], Tensor] | None = None  # Target.head: (hidden, ids or None) -> logits
-    embed: Callable[[Tensor], Tensor] | None = None  # Target.embed: ids -> embeddings
-    forward: Callable[..., Any] | None = None  # the wrapped target, for methods that need `module`
 
 
 @dataclass

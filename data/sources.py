@@ -1,0 +1,203 @@
+"""Conversations from the places people keep them: the shipped set, JSONL files, and `datasets` names.
+
+Three record shapes are read: chat (`{"messages": [{"role", "content"}]}`), ShareGPT (`{"conversations": [{"from",
+"value"}]}`), and ours (chat plus `id, category, split, truncated, ids`; `draftsmith rollout` writes it).
+Nothing is dropped silently: a record that is neither shape is an error with its line number.
+Tested by `pytest tests/test_data.py`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+SHIPPED = Path(__file__).parent / "shipped" / "smollm2.jsonl.xz"
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where conversations come from and how long a sample may be."""
+
+    source: str = "shipped"
+    """`shipped` (our prompts, answered by SmolLM2), a file (.jsonl, .jsonl.xz, .jsonl.gz), or a `datasets` name."""
+    format: Literal["auto", "messages", "sharegpt"] = "auto"
+    """Record shape; `auto` looks at each record's keys."""
+    split: str = "train"
+    """Rows of this split: `train` or `heldout` of the shipped set, a split's name of a `datasets` source; a file whose
+    rows name no split is taken whole."""
+    subset: str | None = None
+    """Configuration name of a `datasets` source."""
+    revision: str | None = None
+    """Revision of a `datasets` source; pin it to make a run repeatable."""
+    max_length: int = 1024
+    """Tokens of a sample. Longer conversations are cut there, without an invented end of turn; what has no supervised
+    token left is dropped and counted. The export records it as the training length: prompts may be longer in serving,
+    with acceptance untested beyond it."""
+    limit: int | None = None
+    """At most this many conversations, from the front."""
+    keep_truncated: bool = True
+    """Keep answers that were cut at the token limit while they were generated (open-ended, no end of turn)."""
+
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ValueError(f"data.max_length = {self.max_length}: a sample needs at least 2 tokens")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"data.limit = {self.limit}: give a positive count, or null for all")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Chat messages (`role` in system, user, assistant, tool; other keys are handed to the chat template as they are).
+
+    `truncated`: the last answer was cut at a token limit. `answer_ids`: the last answer as the model generated it, one
+    for one, with its end-of-turn token if the model gave one; None = tokenise its text.
+    """
+
+    id: str
+    messages: list[dict[str, Any]]
+    category: str = ""
+    split: str = ""
+    truncated: bool = False
+    answer_ids: list[int] | None = None
+
+
+def load_conversations(cfg: DataConfig) -> list[Conversation]:
+    """Read `cfg.source`, in its own order. Ids are made unique (`#2`, ... is added to repeated ones).
+
+    Raises:
+        ValueError: no such source or split, a record of unknown shape, or nothing left.
+    """
+    kept: list[Conversation] = []
+    seen: Counter[str] = Counter()
+    splits: set[str] = set()
+    for where, record in _records(cfg):
+        conv = parse_record(record, where, cfg.format)
+        splits.add(conv.split)
+        if (conv.split and conv.split != cfg.split) or (conv.truncated and not cfg.keep_truncated):
+            continue
+        seen[conv.id] += 1
+        if seen[conv.id] > 1:
+            conv = Conversation(f"{conv.id}#{seen[conv.id]}", *_rest(conv))
+        kept.append(conv)
+        if cfg.limit is not None and len(kept) == cfg.limit:
+            break
+    if not kept:
+        found = ", ".join(sorted(splits - {""})) or "none"
+        raise ValueError(f"data.source = {cfg.source!r} has no conversation with split {cfg.split!r}; splits: {found}")
+    return kept
+
+
+def parse_record(record: Any, where: str, shape: str = "auto") -> Conversation:
+    """One record in any of the three shapes; `where` (file and line) names it in errors and is the id of last resort.
+
+    Raises:
+        ValueError: unknown shape, role or content.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected an object with `messages` or `conversations`, got {type(record).__name__}")
+    key = {"messages": "messages", "sharegpt": "conversations"}.get(shape) or next(
+        (k for k in ("messages", "conversations") if record.get(k)), None
+    )
+    turns = record.get(key) if key else None
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where}: no list under `messages` or `conversations`; keys are {', '.join(sorted(record))}")
+    messages = [_message(turn, where) for turn in turns]
+    ids = record.get("ids")
+    if ids is not None and not (isinstance(ids, list) and all(isinstance(i, int) and i >= 0 for i in ids)):
+        raise ValueError(f"{where}: `ids` must be a list of token ids")
+    return Conversation(
+        id=str(record.get("id") or record.get("conversation_id") or where),
+        messages=messages,
+        category=str(record.get("category") or ""),
+        split=str(record.get("split") or ""),
+        truncated=bool(record.get("truncated", False)),
+        answer_ids=ids,
+    )
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """(file:line, record) of a JSON-lines file, plain or compressed (.xz, .gz); blank lines are skipped."""
+    with _open_text(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield f"{path.name}:{number}", json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path.name}:{number}: not JSON ({error.msg})") from None
+
+
+def _rest(conv: Conversation) -> tuple[list[dict[str, Any]], str, str, bool, list[int] | None]:
+    return conv.messages, conv.category, conv.split, conv.truncated, conv.answer_ids
+
+
+def _open_text(path: Path) -> io.TextIOBase:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")  # type: ignore[return-value]
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")  # type: ignore[return-value]
+    return path.open(encoding="utf-8")
+
+
+def _records(cfg: DataConfig) -> Iterable[tuple[str, Any]]:
+    if cfg.source == "shipped":
+        return read_jsonl(SHIPPED)
+    path = Path(cfg.source).expanduser()
+    if path.suffix in (".jsonl", ".xz", ".gz", ".json"):
+        if not path.is_file():
+            raise ValueError(f"data.source = {cfg.source!r}: no such file")
+        return read_jsonl(path)
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(cfg.source, cfg.subset, split=cfg.split, revision=cfg.revision)
+    except Exception as error:  # the library raises a dozen kinds; all mean the same here
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"data.source = {cfg.source!r} (split {cfg.split!r}) could not be loaded: {reason}") from error
+    name = cfg.source.rstrip("/").rsplit("/", 1)[-1]
+    return ((f"{name}:{i}", _without_split(row)) for i, row in enumerate(rows))
+
+
+def _without_split(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if k != "split"}  # `datasets` has chosen the split already
+
+
+def _message(turn: Any, where: str) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise ValueError(f"{where}: a turn must be an object, got {type(turn).__name__}")
+    role = turn.get("role", turn.get("from"))
+    if role not in ROLES:
+        raise ValueError(f"{where}: role {role!r} is not known; allowed: {', '.join(ROLES)}")
+    content = turn.get("content", turn.get("value"))
+    if isinstance(content, list):  # parts, as OpenAI writes them
+        if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in content):
+            raise ValueError(f"{where}: only text parts are supported in `content`")
+        content = "".join(part["text"] for part in content)
+    if content is None and turn.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: `content` of a {role} turn must be text, got {type(content).__name__}")
+    extra = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value") and v is not None}
+    return {"role": ROLES[role], "content": content, **extra}
