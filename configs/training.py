@@ -1,0 +1,281 @@
+"""Settings that only training has: one frozen dataclass per concern, gathered in `TrainConfig`.
+
+Settings of a method, of the data or of an export stand beside their owners (`models/<method>.py`, `data/sources.py`).
+A default is written once, here, with its source. Everything that can be refused without loading weights is refused in
+`__post_init__` or in `check`, by name. Tests: `pytest tests/test_config.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+from ..data.sources import DataConfig
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen model to be sped up."""
+
+    name: str = "smollm2"
+    """Hub id, local folder, GGUF file, or a built-in name: `smollm2` (SmolLM2-135M-Instruct), `tiny` (random weights)."""
+    revision: str | None = None
+    """Commit or tag of a Hub id; the resolved commit is written into the export."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
+    """Weights and states of the target. The drafter always keeps fp32 masters."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off for every name; when on, pin a 40-digit `revision`."""
+
+    def __post_init__(self) -> None:
+        if self.trust_remote_code and not (self.revision and len(self.revision) == 40):
+            raise ValueError(
+                f"target.trust_remote_code=true needs target.revision pinned to a 40-digit commit, got {self.revision!r}"
+            )
+
+
+@dataclass(frozen=True)
+class StatesConfig:
+    """Where the target's states come from."""
+
+    source: Literal["captured", "live"] = "captured"
+    """`captured`: one forward over the data, kept as shards, so that every epoch and method reads them; `live`: the
+    target runs beside the drafter in every step."""
+    folder: str | None = None
+    """Shared folder of captured states; null = `states/` of the run. Shards of another target or data are refused."""
+    batch_tokens: int = 2048
+    """Tokens per target forward while capturing."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """What one optimiser step sees: `accumulate` micro-batches of `rows` rows of `row_length` tokens, over all
+    processes together. The result does not depend on how many processes share the rows."""
+
+    row_length: int = 1024
+    """Tokens per packed row; documents are kept apart by the mask."""
+    rows: int = 4
+    """Rows per micro-batch, over all processes."""
+    accumulate: int = 1
+    """Micro-batches per optimiser step. The last window of an epoch may be shorter and is normalised by its own counts."""
+
+    def __post_init__(self) -> None:
+        for name in ("row_length", "rows", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"batch.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """How long to train: set exactly one of steps, tokens, minutes, epochs. The schedule spans the whole budget."""
+
+    steps: int | None = None
+    """Optimiser steps."""
+    tokens: int | None = None
+    """Tokens read, padding left out."""
+    minutes: float | None = None
+    """Minutes spent in optimiser steps (capture, evaluation and saving are not counted), over all resumes together."""
+    epochs: float | None = None
+    """Passes over the training data."""
+    stop_at: int | None = None
+    """End this launch once so many optimiser steps are done, saving as usual; a later launch goes on from there."""
+
+    def __post_init__(self) -> None:
+        given = {k: getattr(self, k) for k in ("steps", "tokens", "minutes", "epochs") if getattr(self, k) is not None}
+        if len(given) > 1:
+            raise ValueError(f"set one of budget.steps, .tokens, .minutes, .epochs; got {given}")
+        for name, value in given.items():
+            if value <= 0:
+                raise ValueError(f"budget.{name} must be positive, got {value}")
+        if self.stop_at is not None and self.stop_at < 1:
+            raise ValueError(f"budget.stop_at must be at least 1, got {self.stop_at}")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimiser and schedule. Matrices decay, vectors (norms, biases) do not."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: torch.optim.Muon (Jordan et al. 2024) for matrices inside the network, AdamW for heads, embeddings, vectors."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    muon_lr: float = 0.02
+    """Peak learning rate of the Muon group (Jordan et al. 2024)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moments (EAGLE's training code, §"Training" of arXiv:2401.15077)."""
+    weight_decay: float = 0.0
+    """Decoupled decay (AdamW)."""
+    clip: float = 0.5
+    """Largest gradient norm (EAGLE, arXiv:2401.15077 §4); 0 turns clipping off."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine to the floor; warm-up-stable-decay (linear decay at the end); or constant."""
+    warmup: float = 0.05
+    """Share of the budget in which the rate rises linearly."""
+    decay: float = 0.2
+    """Share of the budget in which `wsd` decays."""
+    floor: float = 0.1
+    """Final rate as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("lr", 0, 10), ("muon_lr", 0, 10), ("clip", 0, 1e9), ("floor", 0, 1)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"optim.{name} must lie in [{low}, {high:g}], got {getattr(self, name)}")
+        for name in ("warmup", "decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name} is a share of the budget in [0, 1), got {getattr(self, name)}")
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError(f"optim.warmup + optim.decay must not exceed 1, got {self.warmup} + {self.decay}")
+
+
+@dataclass(frozen=True)
+class SaveConfig:
+    """Periodic checkpoints. They cannot be switched off: a run that is killed loses one interval at most."""
+
+    steps: int = 500
+    """Save every so many optimiser steps ..."""
+    minutes: float = 15.0
+    """... and every so many minutes of wall time, whichever comes first."""
+    keep: int = 2
+    """Newest checkpoints that are kept, beside the best by held-out run length."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.minutes <= 0 or self.keep < 1:
+            raise ValueError(
+                f"save.steps, save.minutes and save.keep must be positive, got {self.steps}, {self.minutes}, {self.keep}: "
+                "periodic saves cannot be turned off"
+            )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Measurements during training, on held-out conversations."""
+
+    every: int = 100
+    """Optimiser steps between held-out evaluations (teacher-forced); one more comes at the end."""
+    conversations: int = 48
+    """Held-out conversations that are used."""
+    probe_every: int = 200
+    """Optimiser steps between real speculative runs; 0 = only at the end."""
+    probe_prompts: int = 4
+    """Held-out prompts of the speculative probe."""
+    probe_tokens: int = 24
+    """New tokens per prompt of the probe."""
+    probe_k: int = 4
+    """Draft length of the probe, at most what the drafter allows."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.probe_every < 0:
+            raise ValueError(
+                f"evaluate.every must be at least 1 and evaluate.probe_every at least 0, got {self.every}, {self.probe_every}"
+            )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Metrics always go to `metrics.jsonl` of the run."""
+
+    every: int = 10
+    """Optimiser steps between training lines."""
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Further places: wandb (set WANDB_MODE=offline to keep it local), tensorboard."""
+    project: str = "draftsmith"
+    """Project name for wandb."""
+    progress: bool = True
+    """Progress bar with rates and time left."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    method: str
+    """A key of METHODS (`draftsmith/models`); its own settings go under `drafter`."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    """The frozen model to be sped up."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Training conversations; held-out ones come from the same source's `heldout` split."""
+    drafter: Any = None
+    """The method's own settings."""
+    draft_vocab: int | None = None
+    """Rows of a reduced draft vocabulary, the most frequent supervised tokens; null = all of the target's."""
+    init_from: str | None = None
+    """Exported head to start from (folder or Hub id); it keeps its token mapping."""
+    states: StatesConfig = field(default_factory=StatesConfig)
+    """Where the target's states come from."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """What one optimiser step sees."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """How long to train."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimiser and schedule."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Arithmetic of the drafter: bf16 autocast over fp32 masters, or fp32 throughout."""
+    save: SaveConfig = field(default_factory=SaveConfig)
+    """Periodic checkpoints."""
+    evaluate: EvalConfig = field(default_factory=EvalConfig)
+    """Measurements during training."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Metrics and progress."""
+    seed: int = 0
+    """Seed of initial weights, data order and training noise."""
+    deterministic: bool = False
+    """Refuse operations that have no deterministic implementation (slower on GPUs; CPU runs are deterministic anyway)."""
+    processes: int | None = None
+    """Processes that must take part; a launch with another number is refused. null = whatever the launcher started."""
+    run: str = "runs/train"
+    """Run folder: checkpoints/, metrics.jsonl, run.yaml, export/."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto`: go on from the newest complete checkpoint of the run folder, if there is one; `never`: refuse such a folder."""
+
+
+# What may change between the launches of one run; everything else must be equal for a resume to mean anything.
+FREE_ON_RESUME = ("budget", "save", "evaluate", "log", "run", "resume", "processes", "states.folder", "states.batch_tokens")
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse what can be refused without weights.
+
+    Raises: ValueError naming the key, its value and what is allowed.
+    """
+    from ..models import METHODS
+
+    method = METHODS[config.method]
+    budget = config.budget
+    if all(v is None for v in (budget.steps, budget.tokens, budget.minutes, budget.epochs)):
+        raise ValueError("no budget: set one of budget.steps, budget.tokens, budget.minutes, budget.epochs")
+    if config.data.max_length > config.batch.row_length:
+        raise ValueError(
+            f"data.max_length={config.data.max_length} does not fit batch.row_length={config.batch.row_length}: "
+            "a packed row must hold the longest sample"
+        )
+    if config.draft_vocab is not None and config.draft_vocab < 1:
+        raise ValueError(f"draft_vocab must be at least 1 or null, got {config.draft_vocab}")
+    if config.states.source == "captured" and "module" in method.loss_needs:
+        raise ValueError(f"method {config.method} needs gradients through the target: set states.source=live")
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> plain value, over nested dataclasses or dicts, in order."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def differing(old: dict[str, Any], config: TrainConfig) -> list[str]:
+    """One line "key: was A, is B" for each setting that must not change between two launches of a run."""
+
+    def plain(value: Any) -> Any:
+        return list(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+    before, after = flatten(old), flatten(asdict(config))
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        if any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME):
+            continue
+        if plain(before.get(key)) != plain(after.get(key)):
+            lines.append(f"{key}: was {before.get(key)!r}, is {after.get(key)!r}")
+    return lines
