@@ -1,0 +1,104 @@
+"""Packing: several documents in one row, isolated from each other, in an order that no world size changes.
+
+A row is a list of samples. Attention stays inside a document because every reader of a `Batch` masks by `samples_BT`;
+positions restart in each. Padding is known by sample id -1 alone, never by a token id (pad and eos may be one id).
+The global list of rows depends on (seed, epoch) only; rank r of n takes rows r, r + n, ... (`rows_of_rank`).
+Tested by `pytest tests/test_data.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from .batch import Batch
+from .encode import Sample
+
+OPEN_ROWS = 64  # rows kept open while packing: fills rows to about 98 % and keeps the order close to the shuffle
+_Row = TypeVar("_Row")
+
+
+def pack(lengths: Sequence[int], row_length: int, seed: int, epoch: int) -> list[list[int]]:
+    """Shuffle samples by (seed, epoch) and put them into rows of at most `row_length` tokens, best fit first.
+
+    Returns rows of indices into `lengths`; every index appears exactly once.
+
+    Raises:
+        ValueError: a sample is longer than a row.
+    """
+    longest = max(lengths, default=0)
+    if longest > row_length:
+        raise ValueError(f"a sample of {longest} tokens does not fit a row of {row_length}; raise the row length")
+    rows: list[list[int]] = []
+    room: dict[int, int] = {}  # open row -> tokens left, oldest first
+    for i in shuffled(len(lengths), seed, epoch):
+        need = lengths[i]
+        row = min((r for r in room if room[r] >= need), key=room.__getitem__, default=None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room[row] = row_length
+            if len(room) > OPEN_ROWS:
+                del room[min(room, key=room.__getitem__)]
+        rows[row].append(i)
+        if row in room:
+            room[row] -= need
+    return rows
+
+
+def shuffled(n: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(n) from a counter-based hash: the same for every library version and machine."""
+    return np.argsort(_splitmix(np.arange(n, dtype=np.uint64), seed, epoch), kind="stable").tolist()
+
+
+def rows_of_rank(rows: Sequence[_Row], rank: int, world: int) -> list[_Row]:
+    """The rows of a global batch that rank `rank` of `world` computes. The one place that decides it."""
+    return list(rows[rank::world])
+
+
+def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: int, epoch: int) -> Batch:
+    """Rows of samples -> `Batch` [B, T], right-padded to `row_length` (None = the longest row).
+
+    Raises:
+        ValueError: no rows, or a row that is longer than `row_length`.
+    """
+    if not rows:
+        raise ValueError("a batch needs at least one row")
+    used = [sum(len(s.ids) for s in row) for row in rows]
+    width = max(used) if row_length is None else row_length
+    if max(used) > width:
+        raise ValueError(f"a row of {max(used)} tokens does not fit {width}")
+    shape = (len(rows), width)
+    ids_BT = torch.zeros(shape, dtype=torch.int64)
+    supervised_BT = torch.zeros(shape, dtype=torch.bool)
+    positions_BT = torch.zeros(shape, dtype=torch.int64)
+    samples_BT = torch.full(shape, -1, dtype=torch.int64)
+    for b, row in enumerate(rows):
+        at = 0
+        for sample in row:
+            span = slice(at, at + len(sample.ids))
+            ids_BT[b, span] = sample.ids
+            supervised_BT[b, span] = sample.supervised
+            positions_BT[b, span] = torch.arange(len(sample.ids))
+            samples_BT[b, span] = sample.sample_id
+            at = span.stop
+    return Batch(ids_BT, supervised_BT, positions_BT, samples_BT, epoch=epoch, seed=seed)
+
+
+def collate(samples: Sequence[Sample], seed: int = 0, epoch: int = 0) -> Batch:
+    """One sample per row, right-padded to the longest."""
+    return make_batch([[s] for s in samples], None, seed, epoch)
+
+
+def _splitmix(x: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """SplitMix64 finaliser over (seed, epoch, x); Steele, Lea, Flood 2014, constants of the reference code."""
+    with np.errstate(over="ignore"):
+        for word in (np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint64(epoch)):
+            x = x + (word + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            x = x ^ (x >> np.uint64(31))
+    return x
