@@ -1,0 +1,164 @@
+"""A preallocated key/value cache with a length per row: rolling back is setting a length.
+
+Every row has its own number of committed slots. A forward pass appends its T new tokens right behind them (`begin`,
+then one `update` per layer); nothing moves until the caller decides what stays: `commit` keeps a prefix of the
+appended tail (chains), `compact` keeps a path through it (trees, DESIGN "Cache"), and what is not kept is overwritten
+by the next pass. There is no padding to shuffle when rows accept different numbers of tokens.
+
+What a query may see is always said by a mask (`mask`): committed slots, plus the tail tokens that the caller names.
+Slots that no mask shows are still *read* by attention, with weight 0, as far as the longest row reaches; so they must
+hold finite numbers (0 * NaN is NaN). They do: memory starts as zeros, `update` writes what the model computed, and
+`reset` zeroes the rows that it frees. Slots beyond the longest row are never read.
+
+Test: pytest tests/test_cache.py tests/test_target.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache as HFCache
+
+
+class Cache(HFCache):
+    """Keys and values of `rows` sequences, `slots` tokens each, for `layers` attention layers.
+
+    It is a `transformers.Cache`, so Hugging Face modules take it as `cache` (or `past_key_values`) once `begin` was
+    called for the pass. All state of a row is in `lengths_B` (int64, committed slots), `positions_BS` (int64, absolute
+    position of the token in a slot) and `kv`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        slots: int,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(layers=[])
+        if min(rows, slots, layers) < 1:
+            raise ValueError(f"cache of {rows} rows x {slots} slots x {layers} layers: each must be at least 1")
+        self.slots = slots
+        self.kv = torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
+        self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.positions_BS = torch.zeros(rows, slots, dtype=torch.int64, device=device)
+        self._keys = [self.kv[i, 0] for i in range(layers)]
+        self._values = [self.kv[i, 1] for i in range(layers)]
+        self._used = 0  # slots that the pass in hand reads: the longest row's committed, appended and new ones
+        self._first: int | None = None  # where the new tokens start, if at the same slot in all rows
+        self._write_B1T1 = torch.zeros(0)
+        self._new_BT = torch.zeros(0)
+        self._slots_S = torch.arange(slots, device=device)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences."""
+        return self.lengths_B.shape[0]
+
+    def begin(self, positions_BT: Tensor, offset: int = 0) -> None:
+        """Open a pass of T new tokens per row, at slots `lengths_B + offset` and following.
+
+        `positions_BT` are their absolute positions; `offset` counts tokens appended by earlier passes that are not
+        committed yet. Lengths do not change. Raises ValueError if a row has too few slots.
+        """
+        b, t = positions_BT.shape
+        if b != self.rows:
+            raise ValueError(f"pass of {b} rows on a cache of {self.rows} rows: make the cache with rows={b}")
+        lengths = self.lengths_B.tolist()
+        longest = max(lengths)
+        used = longest + offset + t
+        if used > self.slots:
+            raise ValueError(
+                f"cache overflow: row {lengths.index(longest)} holds {longest} tokens and {offset + t} more do not fit "
+                f"its {self.slots} slots; make the cache with at least {used} slots"
+            )
+        self._used = used
+        self._new_BT = positions_BT
+        self._first = longest + offset if min(lengths) == longest else None
+        if self._first is not None:
+            self.positions_BS[:, self._first : used] = positions_BT
+        else:
+            write_BT = self.lengths_B[:, None] + offset + self._slots_S[:t]
+            self.positions_BS.scatter_(1, write_BT, positions_BT)
+            self._write_B1T1 = write_BT[:, None, :, None]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values [B, H, T, head_dim]; return that layer's used slots, both
+        [B, H, S_used, head_dim]. The further arguments are those of `transformers.Cache.update` and have no effect."""
+        k_BHSD, v_BHSD = self._keys[layer_idx], self._values[layer_idx]
+        if self._first is not None:
+            k_BHSD[:, :, self._first : self._used] = key_states
+            v_BHSD[:, :, self._first : self._used] = value_states
+        else:
+            index_BHTD = self._write_B1T1.expand_as(key_states)
+            k_BHSD.scatter_(2, index_BHTD, key_states)
+            v_BHSD.scatter_(2, index_BHTD, value_states)
+        return k_BHSD[:, :, : self._used], v_BHSD[:, :, : self._used]
+
+    def mask(self, see_BTA: Tensor, window: int | None = None) -> Tensor:
+        """Bool [B, 1, T, S_used]: what the T new tokens may see.
+
+        `see_BTA` speaks of the uncommitted tail (A = offset + T: earlier appended tokens, then the new ones);
+        committed slots are visible to all. With `window`, only tokens less than `window` positions back are.
+        """
+        if self._first is not None:
+            see_BTS = torch.nn.functional.pad(see_BTA, (self._used - see_BTA.shape[2], 0), value=True)
+        else:
+            tail_BS = self._slots_S[: self._used] - self.lengths_B[:, None]
+            index_BTS = tail_BS.clamp(0, see_BTA.shape[2] - 1)[:, None].expand(-1, see_BTA.shape[1], -1)
+            inside_BS = tail_BS < see_BTA.shape[2]
+            see_BTS = (see_BTA.gather(2, index_BTS) & inside_BS[:, None]) | (tail_BS < 0)[:, None]
+        if window is not None:
+            see_BTS = see_BTS & (self._new_BT[:, :, None] - self.positions_BS[:, None, : self._used] < window)
+        return see_BTS[:, None]
+
+    def commit(self, counts_B: Tensor) -> None:
+        """Keep the first `counts_B` tokens of each row's appended tail."""
+        self.lengths_B += counts_B
+
+    def compact(self, path_BL: Tensor, counts_B: Tensor) -> None:
+        """Keep a path through the appended tail: token `path_BL[b, j]` of it (0 = first appended, ascending) becomes
+        the j-th committed one, for j < counts_B[b]; entries beyond are not read."""
+        steps_L = self._slots_S[: path_BL.shape[1]]
+        to_BL = (self.lengths_B[:, None] + steps_L).clamp(max=self.slots - 1)
+        from_BL = torch.where(steps_L < counts_B[:, None], self.lengths_B[:, None] + path_BL, to_BL)
+        shape = (*self.kv.shape[:4], path_BL.shape[1], self.kv.shape[5])
+        moved = self.kv.gather(4, from_BL[:, None, :, None].expand(shape))
+        self.kv.scatter_(4, to_BL[:, None, :, None].expand(shape), moved)
+        self.positions_BS.scatter_(1, to_BL, self.positions_BS.gather(1, from_BL))
+        self.lengths_B += counts_B
+
+    def truncate(self, lengths_B: Tensor) -> None:
+        """Roll back to `lengths_B` committed slots per row. Raises ValueError if a row is shorter than that."""
+        if bool((lengths_B > self.lengths_B).any()) or bool((lengths_B < 0).any()):
+            raise ValueError(f"cannot roll back rows of {self.lengths_B.tolist()} tokens to {lengths_B.tolist()}")
+        self.lengths_B.copy_(lengths_B)
+
+    def reset(self, rows: Tensor | None = None) -> None:
+        """Empty the given rows (int64 indices; None = all) and zero their memory."""
+        index = torch.arange(self.rows, device=self.lengths_B.device) if rows is None else rows
+        self.lengths_B[index] = 0
+        self.positions_BS[index] = 0
+        self.kv[:, :, index] = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed tokens of the longest row (asked by Hugging Face modules that are given no positions)."""
+        return int(self.lengths_B.max())
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Slots per row."""
+        return self.slots
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that the pass in hand reads, and the first one's slot."""
+        return self._used, 0

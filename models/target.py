@@ -1,0 +1,426 @@
+"""The frozen target: any Hugging Face causal language model, untouched, behind one small protocol.
+
+`forward` runs the decoder with our own masks, positions and cache; `embed` and `head` are its two ends. States are
+named as everywhere in this repository: h[k], 0 <= k <= layers, is the residual stream *entering* layer k (h[0] = the
+embeddings), h[layers] the residual before the final norm; `last_hidden` is after that norm and is what the head reads.
+
+    target = load_target("smollm2")            # or "tiny", a hub id, a folder, a GGUF file
+    states = target.forward(ids_BT, positions_BT, taps=(2, 15, 27))
+    logits_BTV = target.head(states.last_hidden_BTD)
+
+Test: pytest tests/test_target.py (logits equal Hugging Face's own forward for every family, with ragged caches, tree
+masks and sliding windows).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
+
+from .cache import Cache
+from .drafter import TargetFacts
+from .families import check_supported, family_of, find_parts, rope_of, windows_of
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@dataclass
+class States:
+    """What a forward pass returns: `last_hidden_BTD` (after the final norm) and, if taps were asked for, h[taps[i]] in
+    `taps_BTPD[:, :, i]`."""
+
+    last_hidden_BTD: Tensor
+    taps_BTPD: Tensor | None
+
+
+class Target(nn.Module):
+    """A frozen causal language model and its tokenizer.
+
+    `name` is what exports record (a hub id, folder name or built-in name; never a path). Raises ValueError when the
+    model is not one that can be run exactly, and when tokenizer and embedding do not fit.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, name: str, revision: str | None = None) -> None:
+        super().__init__()
+        config: Any = model.config
+        check_supported(config)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        parts = find_parts(model, config)
+        # In lists, so that the parts are not registered twice.
+        self._decoder, self._embed, self._head = [parts.decoder], [parts.embed], [parts.head]
+        self._tapped = [*parts.layers, parts.norm]
+        self._windows = windows_of(config)
+        self._family = family_of(config)
+        self._additive = getattr(config, "_attn_implementation", "sdpa") == "eager"
+        self._cache_argument = _cache_argument(parts.decoder)
+        self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._causal_TT = torch.ones(0, 0, dtype=torch.bool)
+        self.facts = _facts(model, tokenizer, name, revision)
+        self.banned_ids = _banned_ids(tokenizer, self.facts.vocab)
+        _refuse_non_finite(model, name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of weights, states and cache."""
+        return self._embed[0].weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embed[0].weight.device
+
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm (its weights are what some drafters start from)."""
+        return self._tapped[-1]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D] rows of the output head; when tied, the embedding itself."""
+        return self._head[0].weight
+
+    @property
+    def embed_weight(self) -> Tensor:
+        """[V, D] rows of the embedding, without any scale that `embed` applies."""
+        return self._embed[0].weight
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_BT: Tensor,
+        *,
+        cache: Cache | None = None,
+        see_BTA: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> States:
+        """Run the decoder over T new tokens per row.
+
+        `inputs`: int64 ids [B, T], or embeddings [B, T, D]. `positions_BT`: absolute positions, int64.
+        Without a cache, `see_BTA` (bool [B, T, T]) says which tokens each one sees; default: causal.
+        With a cache, committed slots are visible to all, the new tokens take the slots behind them and lengths do not
+        change (the caller commits). `see_BTA` then speaks of the uncommitted tail: A = T, or A > T if A - T tokens
+        were appended by earlier passes and not committed. Sliding windows are applied per layer type, by position.
+        Every token must see itself. Raises ValueError for taps outside 0..layers, and if the cache overflows.
+        """
+        t = positions_BT.shape[1]
+        if see_BTA is None:
+            see_BTA = self._causal(t).expand(positions_BT.shape[0], t, t)
+        if cache is None:
+            back_BTT = positions_BT[:, :, None] - positions_BT[:, None, :]
+
+            def mask_for(window: int | None) -> Tensor:
+                see_BTT = see_BTA if window is None else see_BTA & (back_BTT < window)
+                return self._as_attention_wants(see_BTT[:, None])
+        else:
+            cache.begin(positions_BT, offset=see_BTA.shape[2] - t)
+
+            def mask_for(window: int | None) -> Tensor:
+                return self._as_attention_wants(cache.mask(see_BTA, window))
+
+        windows = self._windows
+        mask = {k: mask_for(w) for k, w in windows.items()} if isinstance(windows, dict) else mask_for(windows)
+        streams: dict[int, Tensor] = {}
+        handles = [
+            self._tapped[k].register_forward_pre_hook(partial(_grab, streams, k), with_kwargs=True)
+            for k in set(self.check_taps(taps))
+        ]
+        try:
+            out = self._decoder[0](
+                **{"input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs, self._cache_argument: cache},
+                attention_mask=mask,
+                position_ids=positions_BT,
+                use_cache=False,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        return States(out.last_hidden_state, torch.stack([streams[k] for k in taps], dim=2) if taps else None)
+
+    def head(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Logits of `last_hidden` states [..., D], softcap and scale included: [..., V], or [..., W] for the rows
+        `ids` (int64 [W]) only. Computed and returned in the target's dtype."""
+        head = self._head[0]
+        if ids is None:
+            weight, bias = head.weight, head.bias
+        else:
+            if self._head_rows is None or not torch.equal(self._head_rows[0], ids):
+                bias = None if head.bias is None else head.bias[ids]
+                self._head_rows = (ids.clone(), head.weight[ids].contiguous(), bias)
+            _, weight, bias = self._head_rows
+        logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        config, family = self.model.config, self._family
+        if family.scale is not None:
+            logits = logits * getattr(config, family.scale)
+        if family.divide is not None:
+            logits = logits / getattr(config, family.divide)
+        softcap = None if family.softcap is None else getattr(config, family.softcap)
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., D] of int64 ids, with the family's scale where it has one."""
+        return self._embed[0](ids)
+
+    def new_cache(self, rows: int, slots: int) -> Cache:
+        """An empty cache for `rows` sequences of at most `slots` tokens (drafted, rejected ones included)."""
+        facts = self.facts
+        return Cache(rows, slots, facts.layers, facts.kv_heads, facts.head_dim, self.dtype, self.device)
+
+    def check_taps(self, taps: Sequence[int]) -> Sequence[int]:
+        """`taps` as they are; raises ValueError if one lies outside 0..layers."""
+        for k in taps:
+            if not 0 <= k < len(self._tapped):
+                raise ValueError(
+                    f"tap {k} of {tuple(taps)}: target {self.facts.name!r} has states h[0]..h[{self.facts.layers}]"
+                )
+        return taps
+
+    def _causal(self, t: int) -> Tensor:
+        if self._causal_TT.shape[0] < t or self._causal_TT.device != self.device:
+            self._causal_TT = torch.ones(t, t, dtype=torch.bool, device=self.device).tril()
+        return self._causal_TT[:t, :t]
+
+    def _as_attention_wants(self, mask_B1TS: Tensor) -> Tensor:
+        if not self._additive:
+            return mask_B1TS
+        zeros_B1TS = torch.zeros(mask_B1TS.shape, dtype=self.dtype, device=mask_B1TS.device)
+        return zeros_B1TS.masked_fill(~mask_B1TS, torch.finfo(self.dtype).min)
+
+
+def _grab(streams: dict[int, Tensor], k: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    streams[k] = args[0] if args else kwargs["hidden_states"]
+
+
+def _cache_argument(decoder: nn.Module) -> str:
+    """transformers 5.24 renamed `past_key_values` to `cache`; this is the one place that knows."""
+    names = inspect.signature(decoder.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def document_mask(samples_BT: Tensor) -> Tensor:
+    """Bool [B, T, T] for packed rows: each token sees the earlier tokens of its own document, and itself.
+
+    `samples_BT`: int64 sample ids. Padding (-1) counts as one more document.
+    """
+    t = samples_BT.shape[1]
+    causal_TT = torch.ones(t, t, dtype=torch.bool, device=samples_BT.device).tril()
+    return (samples_BT[:, :, None] == samples_BT[:, None, :]) & causal_TT
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load a target by hub id, local folder, GGUF file, or built-in name (`smollm2`, `tiny`).
+
+    `revision` pins a hub id (what was loaded is recorded in `facts.revision`). `trust_remote_code` needs a revision of
+    40 hexadecimal digits. Raises ValueError for everything that would not run exactly as saved: unknown names and
+    dtypes, unsupported models, missing, unexpected, mis-shaped or non-finite weights, a tokenizer larger than the
+    embedding, a config without a rotary base.
+    """
+    from . import pretrained  # imports this module
+
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
+    dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        raise ValueError(
+            f"trust_remote_code runs code from {name!r}: pin it with revision = the 40 hexadecimal digits of a commit "
+            f"you have read (now: {revision!r})"
+        )
+    if name == "tiny":
+        return pretrained.tiny_target(dtype=dtype).to(device)
+    path, gguf = Path(pretrained.smollm2_folder() if name == "smollm2" else name).expanduser(), None
+    if path.suffix == ".gguf" and path.is_file():
+        path, gguf = path.parent, path.name
+    local = path.is_dir()
+    if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(f"target {name!r}: no such folder or GGUF file, no hub id (owner/name), not smollm2 or tiny")
+    where = str(path) if local else name
+    try:
+        model, tokenizer = _from_pretrained(where, gguf, dtype, revision, trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    shown = name if name == "smollm2" or not local else (gguf or path.resolve().name)
+    commit = None if local else (getattr(model.config, "_commit_hash", None) or revision)
+    target = Target(model, tokenizer, shown, commit).to(device)
+    if model.config.model_type not in _known_types():
+        _probe(target)
+    return target
+
+
+def _from_pretrained(
+    where: str, gguf: str | None, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
+) -> tuple[nn.Module, Any]:
+    """Model and tokenizer by transformers, refusing what it would fill in silently."""
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = dict(source)
+    if gguf is not None:
+        source["gguf_file"] = gguf
+        options |= {"gguf_file": gguf, "quantization_config": GgufConfig(dequantize=True)}
+    else:
+        raw, _ = PretrainedConfig.get_config_dict(where, revision=revision)
+        for key in ("vision_config", "audio_config"):
+            if raw.get(key) is not None:
+                raise ValueError(
+                    f"target {where!r} (type {raw.get('model_type')!r}) has {key}: models with image or audio input "
+                    "are not supported; extract its language model first"
+                )
+        if "text_config" in raw:
+            text = dict(raw["text_config"])
+            options |= {"config": AutoConfig.for_model(text.pop("model_type"), **text), "key_mapping": _NESTED}
+            raw = raw["text_config"]
+        if not _has_theta(raw):
+            raise ValueError(
+                f"the config.json of {where!r} has no rotary base (rope_theta): add the one that the model was trained with"
+            )
+    model, info = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(str(key) for key in info.get(what, ()) if not re.search(_IGNORABLE, str(key)))
+        if names:
+            raise ValueError(
+                f"weights of {where!r}: {len(names)} {what.replace('_', ' ')}: {', '.join(names[:8])}"
+                f"{' ...' if len(names) > 8 else ''}; the files do not belong to this config.json"
+            )
+    tokenizer = AutoTokenizer.from_pretrained(where, **source)
+    if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # never a new token: it would have no embedding row
+    return model, tokenizer
+
+
+# A language model saved inside a larger one: its tensors bear one more prefix.
+_NESTED = {
+    r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=layers\.|embed_tokens\.|norm\.)": "model.",
+    r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
+}
+_IGNORABLE = r"rotary_emb\.inv_freq|(^|\.)mtp\."
+
+
+def _known_types() -> frozenset[str]:
+    from .families import FAMILIES
+
+    return frozenset(FAMILIES)
+
+
+def _has_theta(raw: dict[str, Any]) -> bool:
+    keys = ("rope_theta", "rotary_emb_base", "rope_base")
+    nested = [value for value in raw.values() if isinstance(value, dict)]
+    return any(raw.get(key) is not None for key in keys) or any(_has_theta(value) for value in nested)
+
+
+def _probe(target: Target) -> None:
+    """A family without a record must give the logits of its own forward pass. Raises ValueError if it does not."""
+    ids_BT = torch.arange(3, 19, device=target.device)[None] % target.facts.vocab
+    with torch.no_grad():
+        ours = target.head(target.forward(ids_BT, torch.arange(16, device=target.device)[None]).last_hidden_BTD)
+        theirs = target.model(ids_BT).logits
+    gap = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+    tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) else 5e-2
+    if not gap < tolerance:
+        raise ValueError(
+            f"target of type {target.model.config.model_type!r} is not supported: run by its parts, its logits differ "
+            f"from its own forward pass by {gap:.2g} of their range; add a record for it to models/families.py"
+        )
+
+
+def _refuse_non_finite(model: nn.Module, name: str) -> None:
+    for key, weight in model.named_parameters():
+        if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(torch.isfinite(weight).all()):
+            raise ValueError(f"target {name!r}: tensor {key} holds NaN or infinity")
+
+
+def _facts(model: nn.Module, tokenizer: Any, name: str, revision: str | None) -> TargetFacts:
+    config: Any = model.config
+    family = family_of(config)
+    vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    token_ids = tokenizer.get_vocab()
+    tokens = max(token_ids.values()) + 1
+    if tokens > vocab:
+        raise ValueError(
+            f"target {name!r}: its tokenizer has {tokens} tokens, its embedding {vocab} rows; this tokenizer belongs "
+            "to another model (or tokens were added to it)"
+        )
+    heads = config.num_attention_heads
+    rope = rope_of(config)
+    longest = config.max_position_embeddings
+    if rope["rope_type"] == "longrope":
+        # Beyond this, its frequencies depend on the longest row of the batch; up to it they are fixed.
+        longest = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    eos = {config.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)}
+    return TargetFacts(
+        name=name,
+        revision=revision,
+        fingerprint=fingerprint(model),
+        family=config.model_type,
+        vocab=vocab,
+        tokens=tokens,
+        width=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        intermediate=config.intermediate_size,
+        norm_eps=getattr(config, family.norm_eps),
+        activation=getattr(config, family.activation),
+        rope=rope,
+        max_positions=longest,
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,  # type: ignore[operator]
+        eos_ids=_eos_ids(model, tokenizer),
+        tokenizer_hash=hashlib.sha256(json.dumps(sorted(token_ids.items())).encode()).hexdigest(),
+    )
+
+
+def _eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends an answer: the tokenizer's, the config's and the generation config's."""
+    found: set[int] = set()
+    for owner in (tokenizer, model.config, getattr(model, "generation_config", None)):
+        ids = getattr(owner, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, list) else {ids} - {None}
+    return tuple(sorted(found))
+
+
+def _banned_ids(tokenizer: Any, vocab: int) -> Tensor:
+    """int64 [X]: embedding rows that no token of the tokenizer has (never drafted, never emitted)."""
+    known_V = torch.zeros(vocab, dtype=torch.bool)
+    known_V[torch.tensor(sorted(tokenizer.get_vocab().values()))] = True
+    return (~known_V).nonzero()[:, 0]
+
+
+_VOLATILE = {
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
+    "quantization_config", "return_dict", "torch_dtype", "transformers_version", "use_cache", "tie_word_embeddings",
+}  # fmt: skip
+
+
+def fingerprint(model: nn.Module) -> str:
+    """sha256 (hex) over the settings that shape the computation, and every tensor's name, shape and 4096 values at
+    even steps, rounded to bf16 so that one checkpoint has one fingerprint in every dtype it is loaded in."""
+    config: Any = model.config
+    settings = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE and value is not None}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for key, weight in sorted(model.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        picked = flat[:: max(1, flat.numel() // 4096)][:4096].to(torch.bfloat16).view(torch.int16).cpu()
+        digest.update(f"{key} {tuple(weight.shape)}".encode() + picked.numpy().tobytes())
+    return digest.hexdigest()
