@@ -1,4 +1,4 @@
-"""The shipped prompt set: 4,500 prompts of our own in ten categories, split by template and topic family.
+"""The shipped prompt set: 5,100 prompts of our own in ten categories, split by template and topic family.
 
 `shipped/templates.yaml` is the hand-written source.  It reads
 `category -> train|heldout -> groups`, where a group has
@@ -29,7 +29,7 @@ import yaml
 Split = Literal["train", "heldout"]
 
 TEMPLATES = Path(__file__).parent / "shipped" / "templates.yaml"
-PER_CATEGORY: dict[Split, int] = {"train": 410, "heldout": 40}
+PER_CATEGORY: dict[Split, int] = {"train": 450, "heldout": 60}
 
 _SLOT = re.compile(r"\{(\w+|\d+-\d+)(?::(\w+))?\}")
 _RANGE = re.compile(r"(\d+)-(\d+)")
