@@ -1,0 +1,268 @@
+"""The report of an evaluation: a table for the terminal, and one HTML page that needs no server and no network.
+
+Everything on the page is inline (styles, SVG drawn by matplotlib). Text of models and prompts reaches it only through
+the template's automatic escaping; a content policy in the page forbids scripts.
+
+    draftsmith evaluate --model EXPORT --html report.html
+    pytest tests/test_report.py
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .figures import DEFINITIONS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe and Ito 2008
+PARTS = ("draft", "verify", "commit", "other")
+
+
+def print_report(report: Row, console: Console) -> None:
+    """The terminal's report: rows, acceptance by depth, categories, definitions, alarms, what limits you."""
+    console.print(rows_table(report))
+    console.print(acceptance_table(report))
+    for row in report["rows"]:
+        if row["draft_length"] and row["categories"]:
+            console.print(categories_table(row))
+            break
+    for line in identity_lines(report):
+        console.print(plain(line))
+    console.print(plain("definitions:"), style="dim")
+    for word, meaning in DEFINITIONS.items():
+        console.print(plain(f"  {word}: {meaning}"), style="dim")
+    for flag in report["flags"]:
+        console.print(plain(f"flag: {flag}"), style="yellow")
+    for alarm in report["alarms"]:
+        console.print(plain(f"ALARM: {alarm}"), style="bold red")
+    if report["alarms"]:
+        console.print(plain("the usual causes:"))
+        for number, cause in enumerate(report["causes"], start=1):
+            console.print(plain(f"  {number}. {cause}"))
+    if report["best"]:
+        console.print(plain(f"fastest: {report['best']}"), style="bold")
+    console.print(plain(f"what limits you: {report['limits']}"), style="bold")
+
+
+def rows_table(report: Row) -> Table:
+    """One line per way of decoding. Speeds are absent where the losslessness check is red."""
+    run = report["run"]
+    title = (
+        f"{run['suite']}: {run['prompts']} prompts, at most {run['max_new_tokens']} new tokens, {run['dtype']}, "
+        f"batch 1, target {run['target']}"
+    )
+    table = Table(title=plain(title), title_justify="left")
+    for name in ("decoding", "K", "T", "tau [95 %]", "macro", "tok/s", "x plain [95 %]", "x HF", "tok/fwd"):
+        table.add_column(name, justify="left" if name == "decoding" else "right", no_wrap=name == "decoding")
+    for name in ("draft/verify/commit/other", "lossless", "identical"):
+        table.add_column(name)
+    for row in report["rows"]:
+        red = row["red"] is not None
+        slow = row["draft_length"] and row["ratio_to_plain"] is not None and row["ratio_to_plain"] < 1
+        table.add_row(
+            plain(row["name"]),
+            str(row["draft_length"] or "-"),
+            f"{row['temperature']:g}",
+            with_interval(row["tau"], row["tau_interval"]),
+            number(row["tau_macro"]),
+            "red" if red else number(row["tokens_per_second"], 1),
+            "red" if red else with_interval(row["ratio_to_plain"], row["ratio_to_plain_interval"]),
+            "red" if red else number(row["ratio_to_hf"]),
+            number(row["tokens_per_forward"]),
+            "/".join(f"{share:.0%}" for share in shares(row).values()) or "-",
+            row["lossless"],
+            identity(row),
+            style="red" if red or slow else None,
+        )
+    return table
+
+
+def acceptance_table(report: Row) -> Table:
+    """Conditional and unconditional acceptance by depth, with counts; by rank where siblings were drafted."""
+    table = Table(title="acceptance by depth", title_justify="left")
+    for name in ("decoding", "depth", "conditional [95 %]", "accepted/offered", "unconditional", "by rank"):
+        table.add_column(name, justify="left" if name == "decoding" else "right", no_wrap=name == "decoding")
+    for row in report["rows"]:
+        for d, alpha in enumerate(row["alpha"]):
+            ranks = row["alpha_by_rank"][d]
+            table.add_row(
+                plain(row["name"]) if d == 0 else "",
+                str(d + 1),
+                with_interval(alpha, row["alpha_interval"][d]),
+                "/".join(map(str, row["alpha_counts"][d])),
+                number(row["alpha_unconditional"][d]),
+                " ".join(number(share) for share in ranks) if len(ranks) > 1 else "-",
+            )
+    return table
+
+
+def categories_table(row: Row) -> Table:
+    """tau and acceptance of one draft row, category by category."""
+    table = Table(title=plain(f"by category, {row['name']}"), title_justify="left")
+    for name in ("category", "prompts", "tau [95 %]", "conditional acceptance", "x plain"):
+        table.add_column(name, justify="left" if name == "category" else "right")
+    for name, figures in row["categories"].items():
+        table.add_row(
+            plain(name),
+            str(figures["prompts"]),
+            with_interval(figures["tau"], figures["tau_interval"]),
+            " ".join(number(alpha) for alpha in figures["alpha"]),
+            "red" if row["red"] else number(figures["ratio_to_plain"]),
+        )
+    return table
+
+
+def identity_lines(report: Row) -> list[str]:
+    """What the losslessness checks saw: red rows, and each first difference with the logit gap there."""
+    lines = []
+    for row in report["rows"]:
+        if row["red"]:
+            lines.append(f"RED {row['name']}: {row['red']}; its speed is not shown")
+        for other in row["divergences"]:
+            verdict = "a near-tie" if other["excused"] else "NOT a near-tie"
+            lines.append(
+                f"{row['name']}: {other['prompt']} first differs from plain decoding (width 1) at token "
+                f"{other['position']}; top-2 logit gap {other['gap']:.3g}, the widths differ by "
+                f"{other['width_difference']:.3g}: {verdict}"
+            )
+    return lines
+
+
+def html(report: Row) -> str:
+    """The page. Self-contained; every text that came from outside is escaped by the template."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    drafts = [row for row in report["rows"] if row["draft_length"]]
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        drafts=drafts,
+        definitions=DEFINITIONS,
+        identity_lines=identity_lines(report),
+        parts=PARTS,
+        plots=[
+            ("Acceptance by depth", plot_acceptance(drafts)),
+            ("Tokens per second", plot_speed(report["rows"])),
+            ("Where the time goes", plot_time(report["rows"])),
+        ],
+        number=number,
+        with_interval=with_interval,
+        identity=identity,
+        shares=shares,
+    )
+
+
+def plot_acceptance(drafts: Sequence[Row]) -> Markup:
+    """Conditional acceptance by depth with intervals, one line per draft row."""
+    figure, axes = _axes("depth", "accepted, given all before were")
+    for i, row in enumerate(drafts):
+        points = [(d + 1, a, row["alpha_interval"][d] or [a, a]) for d, a in enumerate(row["alpha"]) if a is not None]
+        if points:
+            depths, alphas, bounds = zip(*points, strict=True)
+            below = [max(0.0, a - low) for a, (low, _) in zip(alphas, bounds, strict=True)]
+            above = [max(0.0, high - a) for a, (_, high) in zip(alphas, bounds, strict=True)]
+            colour = COLOURS[i % len(COLOURS)]
+            axes.errorbar(
+                depths, alphas, [below, above], marker="o", capsize=3, color=colour, label=_label(row["name"])
+            )
+    axes.set_ylim(0, 1)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if drafts:
+        axes.legend(frameon=False)
+    return _svg(figure, "acceptance")
+
+
+def plot_speed(rows: Sequence[Row]) -> Markup:
+    """Tokens per second of every row whose losslessness check is not red."""
+    shown = [row for row in rows if row["tokens_per_second"] is not None]
+    figure, axes = _axes("tokens per second", "", height=1.0 + 0.4 * len(shown))
+    for i, row in enumerate(shown):
+        low, high = row["tokens_per_second_interval"] or [row["tokens_per_second"]] * 2
+        value = row["tokens_per_second"]
+        error = [[max(0.0, value - low)], [max(0.0, high - value)]]
+        axes.barh(i, value, xerr=error, capsize=3, color=COLOURS[0 if row["draft_length"] else 5])
+    axes.set_yticks(range(len(shown)), [_label(row["name"]) for row in shown])
+    axes.invert_yaxis()
+    return _svg(figure, "speed")
+
+
+def plot_time(rows: Sequence[Row]) -> Markup:
+    """Milliseconds per verify pass (plain: per step), split into draft, verify, commit and the rest."""
+    shown = [row for row in rows if row["seconds_per_pass"]]
+    figure, axes = _axes("milliseconds per pass", "", height=1.2 + 0.4 * len(shown))
+    for i, row in enumerate(shown):
+        left = 0.0
+        for j, part in enumerate(PARTS):
+            width = 1000 * row["seconds_per_pass"][part]
+            axes.barh(i, width, left=left, color=COLOURS[j], label=part if i == 0 else None)
+            left += width
+    axes.set_yticks(range(len(shown)), [_label(row["name"]) for row in shown])
+    axes.invert_yaxis()
+    if shown:
+        axes.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.4, 1.25))
+    return _svg(figure, "time")
+
+
+def plain(text: str) -> Text:
+    """Text for the terminal as it stands: no markup, and control characters (a model may emit them) made visible."""
+    return Text("".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text))
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    return number(value) if not interval else f"{number(value)} [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def identity(row: Row) -> str:
+    """How many answers were the same ids as plain decoding's at the same width."""
+    if row["identical_to_plain"] is None:
+        return "-"
+    return f"{row['identical_prompts']}/{row['checked_prompts']}"
+
+
+def shares(row: Row) -> dict[str, float]:
+    """Share of a pass per part; empty where the runtime's clock was not used (transformers)."""
+    per_pass = row["seconds_per_pass"]
+    total = sum(per_pass[part] for part in PARTS) if per_pass else 0
+    return {part: per_pass[part] / total for part in PARTS} if total else {}
+
+
+def _label(text: str) -> str:
+    return text.replace("$", r"\$")  # matplotlib reads dollar signs as mathematics
+
+
+def _axes(x: str, y: str, height: float = 3.2) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Figure, name: str) -> Markup:
+    """The figure as an inline element; `name` keeps the ids of several figures on one page apart."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return Markup(text[text.index("<svg") :])  # drawn by us; matplotlib escapes the labels
