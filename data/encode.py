@@ -65,12 +65,15 @@ class EncodeReport:
     supervised: int = 0
     truncated: int = 0
     cut: int = 0
+    foreign_ids: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         share = self.supervised / max(self.tokens, 1)
         text = f"{self.kept:,} samples, {self.tokens:,} tokens, {self.supervised:,} supervised ({share:.1%})"
         text += f", {self.truncated:,} with a truncated answer, {self.cut:,} cut at max_length"
+        if self.foreign_ids:
+            text += f", {self.foreign_ids:,} whose generated ids are another tokenizer's (their text was taken)"
         reasons = ", ".join(f"{n:,} ({reason})" for reason, n in self.refused.most_common())
         return f"{text}; refused: {reasons or 'none'}"
 
@@ -96,6 +99,7 @@ def encode_all(
         report.supervised += int(sample.supervised.sum())
         report.truncated += sample.truncated
         report.cut += len(sample) == max_length
+        report.foreign_ids += conv.answer_ids is not None and not ids_belong(conv, tokenizer)
     if report.refused[UNMASKABLE] > MAX_UNMASKABLE * len(conversations):
         raise ValueError(
             f"{UNMASKABLE}: template of {_name(tokenizer)}, {report.refused[UNMASKABLE]} of {len(conversations)} "
@@ -115,11 +119,9 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
         ValueError: the tokenizer has no chat template, or no character offsets.
     """
     messages = _until_last_answer(conv.messages)
-    if conv.answer_ids is not None:
+    if conv.answer_ids is not None and ids_belong(conv, tokenizer):
         ids, supervised, text = _tokens(messages[:-1], tokenizer, generation_prompt=True, truncated=False)
         answer = list(conv.answer_ids)
-        if not answer:
-            raise Refused("empty answer")
         _check_thinking(messages, text + tokenizer.decode(answer))
         if not conv.truncated and answer[-1] not in stop_ids(tokenizer):
             answer.append(_end_of_turn(tokenizer))
@@ -135,6 +137,15 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
     if not any(supervised):
         raise Refused("no supervised token before max_length")
     return Sample(sample_id, torch.tensor(ids), torch.tensor(supervised), conv.truncated, conv.category)
+
+
+def ids_belong(conv: Conversation, tokenizer: Any) -> bool:
+    """Whether the generated ids of the last answer are this tokenizer's: they decode to its text."""
+    ids = conv.answer_ids
+    if not ids or max(ids) >= len(tokenizer):
+        return False
+    answer = next((m["content"] for m in reversed(conv.messages) if m["role"] == "assistant"), "")
+    return tokenizer.decode(ids, skip_special_tokens=True).strip() == answer.strip()
 
 
 def prompt_ids(messages: Sequence[dict[str, Any]], tokenizer: Any) -> list[int]:

@@ -1,0 +1,348 @@
+"""Captured states on disk: plain safetensors shards and one index, written so that no half of either is ever read.
+
+A folder holds `shard-00000.safetensors`, ... and `index.json`. A shard holds documents one after the other:
+
+    ids int32 [n], taps [n, P, D] and last_hidden [n, D] in the stored dtype, log_z fp32 [n], top int32 [n]
+
+`log_z` and `top` are the log-sum-exp and the argmax of the teacher's logits over the whole vocabulary; they are there
+for the rows whose next token is supervised (elsewhere top = -1, log_z = 0). Which samples go into which shard depends
+on the samples alone, so any number of processes may fill a folder and an interrupted capture goes on where it was.
+The index appears when all shards do. It names what the states belong to (`StateFields`); whoever opens the folder for
+something else is refused with the field that differs. Tested by `pytest tests/test_data_states.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .batch import Batch, TargetOut
+from .encode import Sample
+
+FORMAT = 1
+SHARD_TOKENS = 8192
+OPEN_SHARDS = 64
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROW_BYTES = 12  # ids, log_z, top
+
+
+@dataclass(frozen=True)
+class StateFields:
+    """What captured states belong to. The first fields must be equal to those of the reader; `taps` and `last_hidden`
+    must hold at least what the reader needs."""
+
+    format: int
+    target: str  # fingerprint of weights and config
+    tokenizer: str
+    template: str
+    dtype: str  # the target computed in this
+    stored: str  # and its states are kept in this
+    length: int  # tokens of the longest sample
+    data: str  # over sample ids, token ids and masks
+    width: int
+    taps: tuple[int, ...]
+    last_hidden: bool
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's states."""
+        return (len(self.taps) + self.last_hidden) * self.width * DTYPES[self.stored].itemsize
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One finished shard: documents (sample id, tokens) in order, and skipped ones (sample id, where it overflowed)."""
+
+    file: str
+    bytes: int
+    crc32: int
+    samples: list[tuple[int, int]]
+    skipped: list[tuple[int, str]]
+
+
+def data_fingerprint(samples: Iterable[Sample]) -> str:
+    """sha256 over ids and masks of the samples, in order."""
+    digest = hashlib.sha256()
+    for s in samples:
+        digest.update(f"{s.sample_id}:{len(s)};".encode())
+        digest.update(s.ids.to(torch.int32).numpy().tobytes())
+        digest.update(s.supervised.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def text_fingerprint(text: str | None) -> str:
+    """sha256 of a text; "none" where there is none."""
+    return "none" if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def plan(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each shard, by their order alone: at most `SHARD_TOKENS` tokens, or one longer sample."""
+    shards: list[list[Sample]] = []
+    used = SHARD_TOKENS
+    for sample in samples:
+        if used + len(sample) > SHARD_TOKENS:
+            shards.append([])
+            used = 0
+        shards[-1].append(sample)
+        used += len(sample)
+    return shards
+
+
+def estimate(samples: Iterable[Sample], fields: StateFields) -> tuple[int, int]:
+    """Bytes on disk: (states, everything else)."""
+    tokens = sum(len(s) for s in samples)
+    return tokens * fields.token_bytes, tokens * ROW_BYTES
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Raise ValueError unless `needed` bytes and 1 % more are free where `folder` is or will be."""
+    existing = folder.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed * 1.01:
+        raise ValueError(
+            f"states need {needed:,} bytes, {folder.name or folder} has {free:,} free; "
+            "take fewer samples (data.limit), fewer taps, or another disk"
+        )
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """`write(temporary)`, flush to disk, rename: `path` is whole or absent, whenever the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def shard_file(number: int) -> str:
+    """Name of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def write_shard(
+    folder: Path,
+    number: int,
+    fields: StateFields,
+    tensors: dict[str, Tensor],
+    samples: Sequence[tuple[int, int]],
+    skipped: Sequence[tuple[int, str]],
+) -> None:
+    """Write one shard; the last line of defence against a non-finite value.
+
+    Raises:
+        ValueError: a state is not finite.
+    """
+    for name in ("taps", "last_hidden", "log_z"):
+        if name in tensors and not bool(torch.isfinite(tensors[name]).all()):
+            raise ValueError(f"{shard_file(number)}: `{name}` holds a value that is not finite")
+    meta = {"fields": asdict(fields), "samples": list(samples), "skipped": list(skipped)}
+    metadata = {"draftsmith": json.dumps(meta)}
+    write_atomically(folder / shard_file(number), lambda path: save_file(tensors, path, metadata))
+
+
+def read_record(folder: Path, number: int, fields: StateFields) -> ShardRecord | None:
+    """The record of a finished shard, None where there is none yet or it is broken.
+
+    Raises:
+        ValueError: the shard belongs to something else; names the field.
+    """
+    path = folder / shard_file(number)
+    try:
+        with safe_open(path, framework="pt") as shard:
+            meta = json.loads(shard.metadata()["draftsmith"])
+    except (FileNotFoundError, SafetensorError, KeyError, TypeError):
+        return None
+    _refuse_other(_fields(meta["fields"]), fields, folder, exact=True)
+    content = path.read_bytes()
+    return ShardRecord(
+        path.name,
+        len(content),
+        zlib.crc32(content),
+        [(int(i), int(n)) for i, n in meta["samples"]],
+        [(int(i), str(where)) for i, where in meta["skipped"]],
+    )
+
+
+def write_index(folder: Path, fields: StateFields, shards: Sequence[ShardRecord]) -> None:
+    """Write `index.json` over all shards: from now on the folder can be opened."""
+    index = {"fields": asdict(fields), "shards": [asdict(s) for s in shards]}
+    write_atomically(folder / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
+
+
+class StateStore:
+    """Captured states of a folder, read straight from mapped files.
+
+    `taps` and `last_hidden` choose what `fill` hands out (None = all that was captured). `expected` are the fields that
+    the run computes for itself.
+
+    Raises:
+        ValueError: nothing there, capture not finished, a file changed since, or states of something else.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        expected: StateFields | None = None,
+        taps: Sequence[int] | None = None,
+        last_hidden: bool | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        try:
+            index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
+            self.fields = _fields(index["fields"])
+            shards = [ShardRecord(**s) for s in index["shards"]]
+        except FileNotFoundError:
+            found = len(list(self.folder.glob("shard-*.safetensors")))
+            raise ValueError(
+                f"{self.folder.name}: no index.json, {found} shards; the capture is not finished. "
+                "Run the same `draftsmith capture` again, it goes on where it was"
+            ) from None
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.folder.name}/index.json is not an index of states ({error})") from None
+        if expected is not None:
+            _refuse_other(self.fields, expected, self.folder, exact=False)
+        wanted = self.fields.taps if taps is None else tuple(taps)
+        missing = [k for k in wanted if k not in self.fields.taps]
+        if missing:
+            raise ValueError(f"{self.folder.name}: taps {missing} were not captured, it holds {list(self.fields.taps)}")
+        if last_hidden and not self.fields.last_hidden:
+            raise ValueError(f"{self.folder.name}: last_hidden was not captured")
+        self.taps = wanted
+        self.last_hidden = self.fields.last_hidden if last_hidden is None else last_hidden
+        self.skipped = {i: where for shard in shards for i, where in shard.skipped}
+        self.bytes = sum(shard.bytes for shard in shards)
+        self.tokens = 0
+        self._place: dict[int, tuple[int, int, int]] = {}  # sample id -> shard, first row, rows
+        for number, shard in enumerate(shards):
+            path = self.folder / shard.file
+            if Path(shard.file).name != shard.file or not path.is_file() or path.stat().st_size != shard.bytes:
+                raise ValueError(
+                    f"{self.folder.name}: {shard.file} is missing or not the {shard.bytes:,} bytes written"
+                )
+            row = 0
+            for i, n in shard.samples:
+                self._place[i] = (number, row, n)
+                row += n
+            self.tokens += row
+        self._shards = shards
+        self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
+        self._checked: set[int] = set()
+        self._columns = None if wanted == self.fields.taps else [self.fields.taps.index(k) for k in wanted]
+
+    def __contains__(self, sample_id: int) -> bool:
+        return sample_id in self._place
+
+    def usable(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples without those that were skipped because their states are not finite."""
+        return [s for s in samples if s.sample_id not in self.skipped]
+
+    def fill(self, batch: Batch) -> TargetOut:
+        """States of every document of the batch; padding rows are zero (top = -1).
+
+        Raises:
+            ValueError: a sample is not there, has other token ids, or a shard changed or holds a non-finite value.
+        """
+        b, t = batch.ids_BT.shape
+        dtype, width = DTYPES[self.fields.stored], self.fields.width
+        taps_BTPD = torch.zeros(b, t, len(self.taps), width, dtype=dtype) if self.taps else None
+        last_hidden_BTD = torch.zeros(b, t, width, dtype=dtype) if self.last_hidden else None
+        log_z_BT = torch.zeros(b, t)
+        top_BT = torch.full((b, t), -1, dtype=torch.int64)
+        samples_BT, ids_BT = batch.samples_BT.cpu(), batch.ids_BT.cpu()
+        for row in range(b):
+            found, counts = torch.unique_consecutive(samples_BT[row], return_counts=True)
+            at = 0
+            for sample, n in zip(found.tolist(), counts.tolist(), strict=True):
+                if sample >= 0:
+                    shard, begin = self._find(sample, n)
+                    end, to = begin + n, slice(at, at + n)
+                    if not torch.equal(shard.get_slice("ids")[begin:end].long(), ids_BT[row, to]):
+                        raise ValueError(f"{self.folder.name}: sample {sample} was captured with other token ids")
+                    if taps_BTPD is not None:
+                        stored = shard.get_slice("taps")[begin:end]
+                        taps_BTPD[row, to] = stored if self._columns is None else stored[:, self._columns]
+                    if last_hidden_BTD is not None:
+                        last_hidden_BTD[row, to] = shard.get_slice("last_hidden")[begin:end]
+                    log_z_BT[row, to] = shard.get_slice("log_z")[begin:end]
+                    top_BT[row, to] = shard.get_slice("top")[begin:end].long()
+                at += n
+        device = batch.ids_BT.device
+        return TargetOut(
+            taps_BTPD=None if taps_BTPD is None else taps_BTPD.to(device),
+            last_hidden_BTD=None if last_hidden_BTD is None else last_hidden_BTD.to(device),
+            log_z_BT=log_z_BT.to(device),
+            top_BT=top_BT.to(device),
+        )
+
+    def _find(self, sample: int, n: int) -> tuple[Any, int]:
+        if sample not in self._place:
+            why = f"skipped ({self.skipped[sample]} was not finite)" if sample in self.skipped else "not captured"
+            raise ValueError(f"{self.folder.name}: sample {sample} was {why}; train on `usable(samples)` only")
+        number, begin, rows = self._place[sample]
+        if n > rows:
+            raise ValueError(f"{self.folder.name}: sample {sample} has {rows} captured tokens, the batch {n}")
+        return self._open(number), begin
+
+    def _open_shard(self, number: int) -> Any:
+        """Map a shard; at first sight its checksum and its values are looked at."""
+        record = self._shards[number]
+        path = self.folder / record.file
+        try:
+            shard: Any = safe_open(path, framework="pt").__enter__()
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.folder.name}/{record.file} cannot be read: {error}") from None
+        if number not in self._checked:
+            for name in shard.keys():  # noqa: SIM118, not a dict
+                if name in ("taps", "last_hidden", "log_z") and not bool(torch.isfinite(shard.get_tensor(name)).all()):
+                    raise ValueError(f"{self.folder.name}/{record.file}: `{name}` holds a value that is not finite")
+            if zlib.crc32(path.read_bytes()) != record.crc32:
+                raise ValueError(f"{self.folder.name}/{record.file} has changed since it was written")
+            self._checked.add(number)
+        return shard
+
+
+def _fields(raw: dict[str, Any]) -> StateFields:
+    if raw.get("format") != FORMAT:
+        raise ValueError(f"states of format {raw.get('format')!r}; this version reads {FORMAT}. Capture them again")
+    return StateFields(**{**raw, "taps": tuple(raw["taps"])})
+
+
+def _refuse_other(found: StateFields, expected: StateFields, folder: Path, exact: bool) -> None:
+    """Raise on the first field that differs; `taps` and `last_hidden` may hold more unless `exact`."""
+    for name, want in asdict(expected).items():
+        have = getattr(found, name)
+        enough = have == want if exact or name not in ("taps", "last_hidden") else _covers(have, want)
+        if not enough:
+            raise ValueError(
+                f"{folder.name} holds states of another {name}: {_short(have)} there, {_short(want)} here; "
+                "capture into another folder, or delete this one"
+            )
+
+
+def _covers(have: Any, want: Any) -> bool:
+    return set(want) <= set(have) if isinstance(want, tuple | list) else bool(have) or not want
+
+
+def _short(value: Any) -> str:
+    return str(value)[:12] if isinstance(value, str) else str(value)

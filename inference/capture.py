@@ -1,0 +1,353 @@
+"""`draftsmith capture`: run the frozen target once over the data and keep its states, for any number of trainings.
+
+Samples of about one length go through the target together, one per row (nothing of another sample is near them). The
+teacher's log-sum-exp and argmax are computed where the next token is supervised, nowhere else. A sample whose states
+are not finite (fp16 overflow in a late layer) is left out, named and counted. Several processes, on this machine or on
+others with the same folder, take every n-th shard each; an interrupted capture goes on at the shard it was in.
+
+    draftsmith capture --target smollm2 --out states --taps '[2, 15, 27]' --processes 2
+    draftsmith capture --target smollm2 --out states --dry_run true      # bytes only
+
+Tested by `pytest tests/test_capture.py`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
+from torch import Tensor
+
+from ..data.encode import Sample, encode_all
+from ..data.sources import DataConfig, load_conversations
+from ..data.states import (
+    DTYPES,
+    FORMAT,
+    ShardRecord,
+    StateFields,
+    StateStore,
+    check_disk,
+    data_fingerprint,
+    estimate,
+    plan,
+    read_record,
+    shard_file,
+    text_fingerprint,
+    write_index,
+    write_shard,
+)
+from ..models.eagle3 import default_taps
+from ..models.target import Target, load_target
+
+HEAD_ROWS = 256  # rows of full-vocabulary logits held at once
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    """Run the frozen target over the data once and keep its states."""
+
+    out: str
+    """Folder of the shards. A folder that holds states of something else is refused."""
+    target: str = "smollm2"
+    """Hub id, local folder, GGUF file, `smollm2` or `tiny`."""
+    revision: str | None = None
+    """Commit or tag of a hub id."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision the target computes in."""
+    stored: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision its states are kept in."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` = a GPU if there is one."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Conversations to run over."""
+    taps: tuple[int, ...] | None = None
+    """States h[k] to keep (k = the layer they enter); null = those that EAGLE-3 reads by default."""
+    last_hidden: bool = True
+    """Keep the state after the final norm (Medusa, Hydra, EAGLE-1 and every teacher need it)."""
+    batch_tokens: int = 2048
+    """Tokens per forward pass."""
+    processes: int = 1
+    """Processes of this command; on CPUs two single-threaded ones beat one with two threads."""
+    rank: int = 0
+    """This command's share, when several commands fill one folder."""
+    world: int = 1
+    """How many commands fill the folder."""
+    max_skipped: float = 0.01
+    """Share of samples that may have states that are not finite; above it the capture fails."""
+    dry_run: bool = False
+    """Print the bytes that the states take and stop."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model; needs a pinned 40-digit revision."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world or self.processes < 1:
+            raise ValueError(f"rank {self.rank} of world {self.world} with {self.processes} processes: no such share")
+        if not 0 <= self.max_skipped <= 1:
+            raise ValueError(f"max_skipped = {self.max_skipped}: give a share between 0 and 1")
+
+
+def state_fields(
+    target: Target, samples: Sequence[Sample], taps: Sequence[int], last_hidden: bool, stored: str = "bfloat16"
+) -> StateFields:
+    """What states of these samples belong to; compare with those of a folder."""
+    if list(taps) != sorted(set(taps)):
+        raise ValueError(f"taps {list(taps)} must be distinct and ascending")
+    return StateFields(
+        format=FORMAT,
+        target=target.facts.fingerprint,
+        tokenizer=target.facts.tokenizer_hash or "none",
+        template=text_fingerprint(target.tokenizer.chat_template and target.tokenizer.get_chat_template()),
+        dtype=str(target.dtype).removeprefix("torch."),
+        stored=stored,
+        length=max(len(s) for s in samples),
+        data=data_fingerprint(samples),
+        width=target.facts.width,
+        taps=tuple(target.check_taps(taps)),
+        last_hidden=last_hidden,
+    )
+
+
+def capture(
+    target: Target,
+    samples: Sequence[Sample],
+    folder: Path | str,
+    taps: Sequence[int],
+    need_last_hidden: bool = True,
+    batch_tokens: int = 2048,
+    progress: bool = True,
+    *,
+    stored: str = "bfloat16",
+    rank: int = 0,
+    world: int = 1,
+    max_skipped: float = 0.01,
+    tick: Callable[[int], None] | None = None,
+) -> StateStore:
+    """Capture what is not there yet and open the store. With `world` > 1 every rank calls this and gets the store when
+    all shards are there. `tick(tokens)` is called after every forward pass.
+
+    Raises:
+        ValueError: the folder holds states of something else, too little disk space (before the first forward pass),
+            or too many samples whose states are not finite.
+    """
+    folder = Path(folder)
+    fields = state_fields(target, samples, taps, need_last_hidden, stored)
+    if (folder / "index.json").exists():
+        return StateStore(folder, fields, taps=taps, last_hidden=need_last_hidden)
+    shards = plan(samples)
+    todo = [k for k in range(len(shards)) if read_record(folder, k, fields) is None]
+    check_disk(folder, sum(estimate([s for k in todo for s in shards[k]], fields)))
+    mine = [k for k in todo if k % world == rank]
+    with progress_bar("capturing states", sum(len(s) for k in mine for s in shards[k]), progress and bool(mine)) as bar:
+        for k in mine:
+            _fill(target, shards[k], folder, k, fields, batch_tokens, lambda n: (bar(n), tick(n) if tick else None))
+    while not all((folder / shard_file(k)).exists() for k in range(len(shards))):
+        time.sleep(0.2)
+    records = [read_record(folder, k, fields) for k in range(len(shards))]
+    broken = [shard_file(k) for k, record in enumerate(records) if record is None]
+    if broken:
+        raise ValueError(f"{folder.name}: {broken[0]} cannot be read; capture again, it will be written anew")
+    _check_skipped([r for r in records if r is not None], len(samples), max_skipped)
+    write_index(folder, fields, [r for r in records if r is not None])
+    return StateStore(folder, fields, taps=taps, last_hidden=need_last_hidden)
+
+
+def run_capture(cfg: CaptureConfig) -> None:
+    """The command."""
+    console = Console()
+    target, samples = _prepare(cfg, console)
+    taps = cfg.taps if cfg.taps is not None else default_taps(target.facts.layers)
+    fields = state_fields(target, samples, taps, cfg.last_hidden, cfg.stored)
+    states, rest = estimate(samples, fields)
+    tokens = sum(len(s) for s in samples)
+    streams = [f"h[{k}]" for k in taps] + ["last_hidden"] * cfg.last_hidden
+    console.print(f"{', '.join(streams)} of {target.facts.name}: {tokens:,} tokens, {cfg.stored}", highlight=False)
+    console.print(f"states {states:,} bytes; ids, log-sums, argmaxes {rest:,} bytes", highlight=False)
+    if cfg.dry_run:
+        return
+    spawn = multiprocessing.get_context("spawn")
+    others = [
+        spawn.Process(target=_worker, args=(replace(cfg, processes=1, rank=r, world=cfg.world * cfg.processes),))
+        for r in range(cfg.rank * cfg.processes + 1, (cfg.rank + 1) * cfg.processes)
+    ]
+    for process in others:
+        process.start()
+    start = time.monotonic()
+    try:
+        store = _capture(cfg, target, samples, taps, cfg.rank * cfg.processes, cfg.world * cfg.processes, True)
+    finally:
+        for process in others:
+            process.join()
+    seconds = time.monotonic() - start
+    console.print(
+        f"{store.folder}: {store.tokens:,} tokens, {store.bytes:,} bytes, {store.tokens / seconds:,.0f} tokens/s, "
+        f"{len(store.skipped)} samples skipped (not finite)",
+        highlight=False,
+    )
+
+
+def progress_bar(what: str, total: float, shown: bool = True, unit: str = "tokens") -> _Bar:
+    """A bar with rate and time left, on stderr; enter it and call it with what has been done since."""
+    return _Bar(what, total, shown, unit)
+
+
+class _Bar:
+    def __init__(self, what: str, total: float, shown: bool, unit: str) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), _Rate(unit), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self._task = self._progress.add_task(what, total=total)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, done: float) -> None:
+        self._progress.advance(self._task, done)
+
+
+class _Rate(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        rate = f", {task.speed:,.1f}/s" if task.speed else ""
+        return Text(f"{task.completed:,.0f} of {task.total or 0:,.0f} {self._unit}{rate}")
+
+
+def _prepare(cfg: CaptureConfig, console: Console) -> tuple[Target, list[Sample]]:
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    conversations = load_conversations(cfg.data)
+    target = load_target(
+        cfg.target, dtype=cfg.dtype, device=device, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+    )
+    samples, report = encode_all(conversations, target.tokenizer, cfg.data.max_length)
+    console.print(str(report), highlight=False)
+    return target, samples
+
+
+def _capture(
+    cfg: CaptureConfig, target: Target, samples: list[Sample], taps: Sequence[int], rank: int, world: int, bar: bool
+) -> StateStore:
+    return capture(
+        target,
+        samples,
+        cfg.out,
+        taps,
+        cfg.last_hidden,
+        cfg.batch_tokens,
+        bar,
+        stored=cfg.stored,
+        rank=rank,
+        world=world,
+        max_skipped=cfg.max_skipped,
+    )
+
+
+def _worker(cfg: CaptureConfig) -> None:
+    """One more process of the command; rank and world count processes here."""
+    target, samples = _prepare(cfg, Console(quiet=True))
+    taps = cfg.taps if cfg.taps is not None else default_taps(target.facts.layers)
+    _capture(cfg, target, samples, taps, cfg.rank, cfg.world, False)
+
+
+def _check_skipped(records: Sequence[ShardRecord], samples: int, allowed: float) -> None:
+    skipped = [s for record in records for s in record.skipped]
+    if len(skipped) > allowed * samples:
+        named = ", ".join(f"sample {i} at {where}" for i, where in skipped[:5])
+        raise ValueError(
+            f"{len(skipped)} of {samples} samples have states that are not finite ({named}); allowed are {allowed:.1%}: "
+            "compute in bfloat16, or raise max_skipped"
+        )
+
+
+def _batches(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
+    """Groups of about one length, rows × longest at most `batch_tokens` (or one sample)."""
+    group: list[Sample] = []
+    for sample in sorted(samples, key=len, reverse=True):  # stable: the same groups every time
+        if group and len(group[0]) * (len(group) + 1) > batch_tokens:
+            yield group
+            group = []
+        group.append(sample)
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def _fill(
+    target: Target,
+    samples: Sequence[Sample],
+    folder: Path,
+    number: int,
+    fields: StateFields,
+    batch_tokens: int,
+    tick: Callable[[int], Any],
+) -> None:
+    """Run the samples of one shard and write it."""
+    done: dict[int, dict[str, Tensor]] = {}
+    skipped: dict[int, str] = {}
+    for group in _batches(samples, batch_tokens):
+        for sample, states in zip(group, _states(target, group, fields), strict=True):
+            if all(bool(torch.isfinite(x).all()) for x in states.values()):
+                done[sample.sample_id] = states
+            else:
+                skipped[sample.sample_id] = _overflow(target, sample, fields)
+        tick(sum(len(s) for s in group))
+    kept = [s for s in samples if s.sample_id in done]
+    names = next(iter(done.values()), {})
+    tensors = {name: torch.cat([done[s.sample_id][name] for s in kept]) for name in names}
+    write_shard(folder, number, fields, tensors, [(s.sample_id, len(s)) for s in kept], list(skipped.items()))
+
+
+def _states(target: Target, group: Sequence[Sample], fields: StateFields) -> list[dict[str, Tensor]]:
+    """Tensors of a shard for each sample of one forward pass: right-padded rows, which a causal mask keeps apart."""
+    lengths = [len(s) for s in group]
+    ids_BT = torch.zeros(len(group), max(lengths), dtype=torch.int64)
+    for b, sample in enumerate(group):
+        ids_BT[b, : lengths[b]] = sample.ids
+    ids_BT = ids_BT.to(target.device)
+    positions_BT = torch.arange(ids_BT.shape[1], device=target.device).expand_as(ids_BT)
+    out = target.forward(ids_BT, positions_BT, taps=fields.taps)
+    stored, records = DTYPES[fields.stored], []
+    for b, sample in enumerate(group):
+        hidden_ND = out.last_hidden_BTD[b, : lengths[b]]
+        log_z_N, top_N = _teacher(target, hidden_ND, sample)
+        record = {"ids": sample.ids.to(torch.int32), "log_z": log_z_N, "top": top_N}
+        if out.taps_BTPD is not None:
+            record["taps"] = out.taps_BTPD[b, : lengths[b]].to(stored).cpu()
+        if fields.last_hidden:
+            record["last_hidden"] = hidden_ND.to(stored).cpu()
+        records.append(record)
+    return records
+
+
+def _teacher(target: Target, hidden_ND: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp fp32 [N] and argmax int32 [N] over all logits of the rows whose next token is supervised."""
+    log_z_N, top_N = torch.zeros(len(sample)), torch.full((len(sample),), -1, dtype=torch.int32)
+    for rows_R in sample.supervised[1:].nonzero().flatten().split(HEAD_ROWS):
+        logits_RV = target.head(hidden_ND[rows_R.to(hidden_ND.device)]).float()
+        log_z_N[rows_R] = logits_RV.logsumexp(-1).cpu()
+        top_N[rows_R] = logits_RV.argmax(-1).to("cpu", torch.int32)
+    return log_z_N, top_N
+
+
+def _overflow(target: Target, sample: Sample, fields: StateFields) -> str:
+    """Where a sample's states stop being finite: the first h[k], or what comes after it."""
+    ids_1T = sample.ids[None].to(target.device)
+    positions_1T = torch.arange(len(sample), device=target.device)[None]
+    streams = target.forward(ids_1T, positions_1T, taps=range(target.facts.layers + 1)).taps_BTPD
+    assert streams is not None
+    finite_P = torch.isfinite(streams.to(DTYPES[fields.stored])).flatten(0, 1).all(-1).all(0)
+    bad = (~finite_P).nonzero().flatten().tolist()
+    return f"h[{bad[0]}]" if bad else "last_hidden or logits"
