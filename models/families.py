@@ -86,7 +86,9 @@ def find_parts(model: nn.Module, config: Any) -> Parts:
     decoder, layers = stacks[0]
     norms = [child for child in decoder.children() if child is not embed and _is_norm(child, config.hidden_size)]
     if len(norms) != 1:
-        raise ValueError(f"target of type {config.model_type!r}: {len(norms)} candidates for a final norm. {_SUPPORTED}")
+        raise ValueError(
+            f"target of type {config.model_type!r}: {len(norms)} candidates for a final norm. {_SUPPORTED}"
+        )
     return Parts(decoder, embed, layers, norms[0], head)
 
 
@@ -134,7 +136,9 @@ def rope_of(config: Any) -> dict[str, Any]:
     if "full_attention" in rope or "sliding_attention" in rope:
         rope = rope.get("full_attention") or rope["sliding_attention"]
     if not rope:
-        raise ValueError(f"target of type {config.model_type!r} has no rotary positions (rope_parameters). {_SUPPORTED}")
+        raise ValueError(
+            f"target of type {config.model_type!r} has no rotary positions (rope_parameters). {_SUPPORTED}"
+        )
     kind = rope.get("rope_type")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}")

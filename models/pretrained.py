@@ -27,7 +27,27 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_PAIRS = "Ġt he Ġa in re on er at Ġs en Ġw or an es is Ġo ed it al ar ou Ġf as le".split()
+_PAIRS = (
+    "Ġt",
+    "he",
+    "Ġa",
+    "in",
+    "re",
+    "on",
+    "er",
+    "at",
+    "Ġs",
+    "en",
+    "Ġw",
+    "or",
+    "an",
+    "es",
+    "is",
+    "Ġo",
+    "ed",
+    "it",
+    "al",
+)
 
 
 def cache_folder() -> Path:

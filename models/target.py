@@ -18,7 +18,8 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
+from transformers.utils import logging
 
 from .cache import Cache
 from .drafter import TargetFacts
-from .families import check_supported, family_of, find_parts, rope_of, windows_of
+from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -60,7 +62,7 @@ class Target(nn.Module):
         super().__init__()
         config: Any = model.config
         check_supported(config)
-        self.model = model.eval().requires_grad_(False)
+        self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
         parts = find_parts(model, config)
         # In lists, so that the parts are not registered twice.
@@ -75,6 +77,11 @@ class Target(nn.Module):
         self.facts = _facts(model, tokenizer, name, revision)
         self.banned_ids = _banned_ids(tokenizer, self.facts.vocab)
         _refuse_non_finite(model, name)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Target:
+        """A frozen target stays in evaluation mode (no dropout), whatever module it is a part of."""
+        return super().train(False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -264,7 +271,7 @@ def load_target(
     shown = name if name == "smollm2" or not local else (gguf or path.resolve().name)
     commit = None if local else (getattr(model.config, "_commit_hash", None) or revision)
     target = Target(model, tokenizer, shown, commit).to(device)
-    if model.config.model_type not in _known_types():
+    if model.config.model_type not in FAMILIES:
         _probe(target)
     return target
 
@@ -287,14 +294,18 @@ def _from_pretrained(
                     "are not supported; extract its language model first"
                 )
         if "text_config" in raw:
-            text = dict(raw["text_config"])
-            options |= {"config": AutoConfig.for_model(text.pop("model_type"), **text), "key_mapping": _NESTED}
-            raw = raw["text_config"]
+            raw = dict(raw["text_config"])
+            options |= {"config": AutoConfig.for_model(raw.pop("model_type"), **raw), "key_mapping": _NESTED}
+        else:
+            options |= {"config": AutoConfig.from_pretrained(where, **source)}
+        check_supported(options["config"])
         if not _has_theta(raw):
             raise ValueError(
                 f"the config.json of {where!r} has no rotary base (rope_theta): add the one that the model was trained with"
             )
-    model, info = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **options)
+    options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
+    with _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(where, **options)
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(str(key) for key in info.get(what, ()) if not re.search(_IGNORABLE, str(key)))
         if names:
@@ -308,18 +319,26 @@ def _from_pretrained(
     return model, tokenizer
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no load report of transformers: what is wrong becomes an error of ours."""
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
 # A language model saved inside a larger one: its tensors bear one more prefix.
 _NESTED = {
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=layers\.|embed_tokens\.|norm\.)": "model.",
     r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
 }
 _IGNORABLE = r"rotary_emb\.inv_freq|(^|\.)mtp\."
-
-
-def _known_types() -> frozenset[str]:
-    from .families import FAMILIES
-
-    return frozenset(FAMILIES)
 
 
 def _has_theta(raw: dict[str, Any]) -> bool:
@@ -366,7 +385,6 @@ def _facts(model: nn.Module, tokenizer: Any, name: str, revision: str | None) ->
     if rope["rope_type"] == "longrope":
         # Beyond this, its frequencies depend on the longest row of the batch; up to it they are fixed.
         longest = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-    eos = {config.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)}
     return TargetFacts(
         name=name,
         revision=revision,
