@@ -1,0 +1,458 @@
+"""The decode loop of drafters: draft, verify, choose, commit. Plain decoding is the same loop without a draft.
+
+    results = generate(target, prompts, SamplingParams(max_new_tokens=64), drafter, DecodeConfig(k=4))
+
+Every row of a batch has its own length: accepting different numbers of tokens is a length update in the cache. A row
+that is done stays where it is until the batch ends, and nothing of it reaches the others. Which rules of acceptance
+keep the target's distribution is listed in inference/README.md. Tests: tests/test_speculate.py, tests/test_sampling.py;
+benchmark: tests/bench/lossless.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import rng
+from ..losses.probs import History, ParamRows, SamplingParams, draw, probs, top
+from ..models.drafter import Commit, Prefill
+from ..models.tree import Tree
+from . import verify
+from .commit import STAGES, Event, Request, Result
+from .trees import TREES, Draft, Plan, check_choices
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How drafts are made and verified.
+
+    Args:
+        k: depth of the draft, cut to what the drafter has.
+        tree: chain, static (a template of choices) or dynamic (EAGLE-2).
+        nodes: nodes of a static default template or a dynamic tree, at most.
+        width: candidates per node in a dynamic tree and in the static default template, at most.
+        choices: template of a static tree, for example [[0], [1], [0, 0]]; none = the default one.
+        verifier: auto, or a key of VERIFIERS (inference/README.md lists what each promises).
+        fixed_width: rows that every verification has (k + 1 or more, chains only); plain decoding padded to the same
+            width gives the same bits. None = as many as needed.
+        draft_temperature: temperature of drafting for requests that sample; none = the request's own.
+        allow_lossy: permit verifiers that change the target's distribution.
+        max_rows: requests decoded together.
+        typical_epsilon: ceiling of the floor of typical acceptance (Medusa's default).
+        typical_delta: share of exp(-entropy) in the floor of typical acceptance (Medusa's default).
+        keep_logits: return the target's logits that every id was chosen from (memory: V numbers per id).
+    """
+
+    k: int = 4
+    tree: str = "chain"
+    nodes: int = 24
+    width: int = 4
+    choices: tuple[tuple[int, ...], ...] | None = None
+    verifier: str = "auto"
+    fixed_width: int | None = None
+    draft_temperature: float | None = None
+    allow_lossy: bool = False
+    max_rows: int = 8
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("k", "nodes", "width", "max_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"decode: {name}={getattr(self, name)}, must be an integer >= 1")
+        if self.tree not in TREES:
+            raise ValueError(f"decode: tree={self.tree!r}: use one of {', '.join(TREES)}")
+        if self.verifier != "auto" and self.verifier not in verify.VERIFIERS:
+            raise ValueError(f"decode: verifier={self.verifier!r}: use auto, {', '.join(verify.VERIFIERS)}")
+        if self.verifier != "auto" and not verify.VERIFIERS[self.verifier].exact and not self.allow_lossy:
+            raise ValueError(
+                f"decode: verifier={self.verifier!r} changes the target's distribution: "
+                "add allow_lossy=true (--allow-lossy)"
+            )
+        if self.choices is not None:
+            if self.tree != "static":
+                raise ValueError(f"decode: choices are for tree='static', this is tree={self.tree!r}")
+            check_choices(self.choices)
+        if self.draft_temperature is not None and not 0 <= self.draft_temperature < float("inf"):
+            raise ValueError(f"decode: draft_temperature={self.draft_temperature}, must be a finite number >= 0")
+        if self.fixed_width is not None and self.fixed_width < 1:
+            raise ValueError(f"decode: fixed_width={self.fixed_width}, must be an integer >= 1")
+        if self.fixed_width is not None and self.tree != "chain":
+            raise ValueError(f"decode: fixed_width is for tree='chain', this is tree={self.tree!r}")
+
+
+def generate(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    drafter: Any = None,
+    decode: DecodeConfig | None = None,
+    *,
+    on_event: Callable[[Event], None] | None = None,
+) -> list[Result]:
+    """Answer every prompt (token ids), in order. `drafter=None` = plain decoding.
+
+    `params`: one for all, or one per prompt. `on_event` is called for every step of every row, with text. Raises
+    ValueError for prompts and settings that do not fit the target or the drafter.
+    """
+    results: list[Result | None] = [None] * len(prompts)
+    for event in _run(target, prompts, params, drafter, decode or DecodeConfig(), results, on_event is not None):
+        if on_event is not None:
+            on_event(event)
+    return [r for r in results if r is not None]
+
+
+def stream(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    drafter: Any = None,
+    decode: DecodeConfig | None = None,
+) -> Iterator[Event]:
+    """The same as `generate`, as events while they happen."""
+    return _run(target, prompts, params, drafter, decode or DecodeConfig(), [None] * len(prompts), True)
+
+
+def _run(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    drafter: Any,
+    decode: DecodeConfig,
+    results: list[Result | None],
+    live: bool,
+) -> Iterator[Event]:
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one per prompt")
+    for i, prompt in enumerate(prompts):
+        _check_prompt(target, i, prompt, each[i])
+    was_training = drafter is not None and getattr(drafter, "training", False)
+    if was_training:
+        drafter.eval()
+    try:
+        for first in range(0, len(prompts), decode.max_rows):
+            rows = range(first, min(first + decode.max_rows, len(prompts)))
+            requests = [
+                Request(i, prompts[i], each[i], target.facts.eos_ids, getattr(target, "tokenizer", None), live)
+                for i in rows
+            ]
+            batch = _Batch(target, requests, drafter, decode)
+            yield from batch.prefill()
+            while batch.running:
+                yield from batch.step()
+            for i, request in zip(rows, requests, strict=True):
+                results[i] = request.result(torch.stack(request.logits) if decode.keep_logits else None)
+    finally:
+        if was_training:
+            drafter.train()
+
+
+def _check_prompt(target: Any, i: int, prompt: Sequence[int], params: SamplingParams) -> None:
+    facts = target.facts
+    if not len(prompt):
+        raise ValueError(f"prompt {i} is empty: give at least one token id (for example the beginning-of-text id)")
+    if min(prompt) < 0 or max(prompt) >= facts.vocab:
+        raise ValueError(f"prompt {i} has id {max(prompt)} or {min(prompt)}, the target has ids 0..{facts.vocab - 1}")
+    if len(prompt) + params.max_new_tokens > facts.max_positions:
+        raise ValueError(
+            f"prompt {i}: {len(prompt)} tokens and max_new_tokens={params.max_new_tokens} exceed the target's "
+            f"{facts.max_positions} positions: shorten the prompt or lower max_new_tokens"
+        )
+
+
+class _Ledger:
+    """What penalties and the minimal length need to know of a batch; empty where no request uses them."""
+
+    def __init__(self, requests: list[Request], params: ParamRows, vocab: int, tokens: int, device: torch.device) -> None:
+        self.tokens = tokens
+        self.requests = requests
+        self.prompt_BV = self.counts_BV = self.stops_BV = None
+        b = len(requests)
+        if params.penalises:
+            self.prompt_BV = torch.zeros(b, vocab, dtype=torch.bool, device=device)
+            self.counts_BV = torch.zeros(b, vocab, dtype=torch.int64, device=device)
+            for row, request in enumerate(requests):
+                self.prompt_BV[row, torch.tensor(request.prompt, device=device)] = True
+        self.shortest_B1 = torch.tensor([[r.params.min_new_tokens] for r in requests], device=device)
+        if any(r.params.min_new_tokens for r in requests):
+            self.stops_BV = torch.zeros(b, vocab, dtype=torch.bool, device=device)
+            for row, request in enumerate(requests):
+                self.stops_BV[row, sorted(request.eos_ids | request.stop_ids)] = True
+
+    def add(self, row: int, ids: list[int]) -> None:
+        """Count committed tokens."""
+        if self.counts_BV is not None:
+            index = torch.tensor(ids, dtype=torch.int64, device=self.counts_BV.device)
+            self.counts_BV[row].index_add_(0, index, torch.ones_like(index))
+
+    def at(self, depths_BR: Tensor, tokens_BJ: Tensor | None = None, see_BRJ: Tensor | None = None) -> History:
+        """History of B * R nodes: `depths_BR` drafted tokens lie before each, those of `tokens_BJ` that it sees."""
+        b, r = depths_BR.shape
+        prompt_XV = counts_XV = banned_XV = None
+        if self.counts_BV is not None and self.prompt_BV is not None:
+            counts_BRV = self.counts_BV[:, None].repeat(1, r, 1)
+            if tokens_BJ is not None and see_BRJ is not None:
+                counts_BRV.scatter_add_(2, tokens_BJ[:, None].expand(b, r, -1), see_BRJ.long())
+            counts_XV = counts_BRV.flatten(0, 1)
+            prompt_XV = self.prompt_BV.repeat_interleave(r, 0)
+        if self.stops_BV is not None:
+            made_B1 = torch.tensor([[len(q.ids)] for q in self.requests], device=depths_BR.device)
+            early_BR = made_B1 + depths_BR < self.shortest_B1
+            if bool(early_BR.any()):
+                banned_XV = (self.stops_BV[:, None] & early_BR[:, :, None]).flatten(0, 1)
+        return History(self.tokens, prompt_XV, counts_XV, banned_XV)
+
+
+class _Batch:
+    """Requests that are decoded together, and everything that lives as long as they do."""
+
+    def __init__(self, target: Any, requests: list[Request], drafter: Any, decode: DecodeConfig) -> None:
+        self.target, self.requests, self.drafter, self.decode = target, requests, drafter, decode
+        self.device = target.device
+        facts = target.facts
+        params = [r.params for r in requests]
+        self.params = ParamRows.pack(params, self.device)
+        self.ledger = _Ledger(requests, self.params, facts.vocab, facts.tokens, self.device)
+        self.seeds_B = torch.tensor([r.seed for r in requests], device=self.device)
+        self.rounds_B = torch.zeros_like(self.seeds_B)
+        self.plan = self._plan()
+        nodes = self.plan.nodes if self.plan is not None else decode.k
+        if decode.fixed_width is not None and drafter is not None and nodes + 1 > decode.fixed_width:
+            raise ValueError(
+                f"fixed_width={decode.fixed_width} is less than the {nodes + 1} rows of a verification with k={nodes}: "
+                f"use fixed_width={nodes + 1} (here and in plain decoding), or k={decode.fixed_width - 1}"
+            )
+        ahead = decode.fixed_width or (nodes + 1 if drafter is not None else 1)
+        self.slots = max(len(r.prompt) + r.params.max_new_tokens for r in requests) + ahead
+        self.cache = target.new_cache(len(requests), self.slots)
+        self.taps = tuple(drafter.taps) if drafter is not None else ()
+        self.draft_params = self.params
+        if decode.draft_temperature is not None:
+            self.draft_params = ParamRows.pack(
+                [replace(p, temperature=decode.draft_temperature if p.temperature > 0 else 0.0) for p in params],
+                self.device,
+            )
+        self.state: Any = None
+        self.commit: Commit | None = None
+        self.anchors_B = torch.zeros_like(self.seeds_B)
+
+    def _plan(self) -> Plan | None:
+        d, decode = self.drafter, self.decode
+        if d is None or hasattr(d, "propose"):
+            return None
+        limits = [x for x in (d.max_depth, d.parallel if d.parallel > 1 else None) if x is not None]
+        vocab = self.target.facts.tokens if d.d2t_W is None else d.d2t_W.shape[0]
+        limit = min(limits) if limits else None
+        return Plan.make(decode.tree, decode.k, decode.width, decode.nodes, decode.choices, limit, vocab)
+
+    @property
+    def running(self) -> bool:
+        """Whether some request is not done."""
+        return any(r.stop_reason is None for r in self.requests)
+
+    def _spend(self, stage: str, since: float) -> float:
+        now = time.perf_counter()
+        for r in self.requests:
+            r.stats.seconds[stage] += (now - since) / len(self.requests)
+        return now
+
+    @torch.no_grad()
+    def prefill(self) -> list[Event]:
+        """Run the prompts; the token after each is the first of its answer."""
+        clock = time.perf_counter()
+        counts = [len(r.prompt) for r in self.requests]
+        longest = max(counts)
+        ids_BT = torch.tensor([r.prompt + [0] * (longest - len(r.prompt)) for r in self.requests], device=self.device)
+        counts_B = torch.tensor(counts, device=self.device)
+        positions_BT = torch.arange(longest, device=self.device).expand_as(ids_BT)
+        out = self.target.forward(ids_BT, positions_BT, cache=self.cache, taps=self.taps)
+        self.cache.commit(counts_B)
+        last_B1D = out.last_hidden_BTD[torch.arange(len(counts)), counts_B - 1][:, None]
+        logits_BV = self.target.head(last_B1D)[:, 0]
+        history = self.ledger.at(torch.zeros(len(counts), 1, dtype=torch.int64, device=self.device))
+        if self.params.hot:
+            u_B = rng.uniform(self.seeds_B, rng.TARGET, counts_B)
+            token_B = draw(probs(logits_BV, self.params, history), u_B)
+        else:
+            token_B = top(logits_BV, self.params, history)
+        self.anchors_B = token_B
+        if self.drafter is not None:
+            prefill = Prefill(len(counts), self.slots, self.device, self.target.dtype)
+            self.state = self.drafter.init(prefill)
+            self.commit = Commit(
+                ids_BT, counts_B, positions_BT, token_B, out.taps_BTPD, out.last_hidden_BTD, kv=self.cache
+            )
+        clock = self._spend("prefill", clock)
+        events = []
+        for row, token in enumerate(token_B.tolist()):
+            events.append(self._commit(row, [token], 0, logits_BV[row : row + 1]))
+        self._spend("commit", clock)
+        return events
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """One verification for every request that is not done."""
+        clock = time.perf_counter()
+        tree = self._draft() if self.drafter is not None else self._no_draft()
+        clock = self._spend("draft", clock)
+
+        b, n = tree.tokens_BN.shape
+        rows = n + 1
+        chain = self.plan is None or self.plan.tree == "chain" or n == 0
+        chain = chain and (n == 0 or not hasattr(self.drafter, "propose") or tree.is_chain())
+        ids_BM = torch.cat([self.anchors_B[:, None], tree.tokens_BN], 1)
+        depths_BM = torch.nn.functional.pad(tree.depths_BN, (1, 0))
+        start_B1 = self.cache.lengths_B[:, None].clone()
+        width = self.decode.fixed_width
+        if width is not None and not chain:
+            raise ValueError("fixed_width is for chains, this drafter proposed a tree: leave fixed_width unset")
+        if width is not None and rows < width:
+            pad = width - rows
+            ids_BM = torch.cat([ids_BM, self.anchors_B[:, None].expand(b, pad)], 1)
+            depths_BM = torch.cat([depths_BM, torch.arange(rows, width, device=self.device).expand(b, pad)], 1)
+        see_BMM = None if chain else tree.visible()
+        out = self.target.forward(
+            ids_BM, start_B1 + depths_BM, cache=self.cache, see_BTA=see_BMM, taps=self.taps
+        )
+        logits_BMV = self.target.head(out.last_hidden_BTD)[:, :rows]
+        clock = self._spend("verify", clock)
+
+        choice, rule = self._choose(tree, logits_BMV, depths_BM[:, :rows], see_BMM)
+        live = [r.stop_reason is None for r in self.requests]
+        counts, tested = choice.counts_B.tolist(), choice.tested_B.tolist()
+        ranks_BN = torch.zeros_like(tree.parents_BN) if chain else tree.sibling_ranks()
+        used = tree.valid_BN.sum(1).tolist()
+        longest = max((c for c, alive in zip(counts, live, strict=True) if alive), default=0)
+        path_BL = choice.path_BL[:, :longest]
+        tokens_BL = tree.tokens_BN.gather(1, (path_BL - 1).clamp(min=0)) if longest else path_BL
+        ranks = ranks_BN.gather(1, (path_BL - 1).clamp(min=0)).tolist() if longest else [[]] * b
+        tokens, last = tokens_BL.tolist(), choice.token_B.tolist()
+
+        keep_B = torch.tensor([c + 1 if alive else 0 for c, alive in zip(counts, live, strict=True)], device=self.device)
+        path_BA = torch.nn.functional.pad(path_BL, (1, 0))  # the anchor first
+        if chain:
+            self.cache.commit(keep_B)
+        else:
+            self.cache.compact(path_BA, keep_B)
+        if self.drafter is not None:
+            self.commit = self._kept(ids_BM, start_B1, path_BA, keep_B, choice.token_B, out, chain)
+        self.anchors_B = torch.where(keep_B > 0, choice.token_B, self.anchors_B)
+        self.rounds_B += keep_B > 0
+
+        events = []
+        for row in range(b):
+            if not live[row]:
+                continue
+            request, c = self.requests[row], counts[row]
+            before = len(request.ids)
+            logits_XV = logits_BMV[row, path_BA[row, : c + 1]] if self._wants_logits(request) else None
+            events.append(self._commit(row, [*tokens[row][:c], last[row]], c, logits_XV))
+            request.stats.rule = rule if self.drafter is not None else "plain"
+            request.stats.record(len(request.ids) - before, ranks[row][:c], tested[row], used[row])
+        self._spend("commit", clock)
+        return events
+
+    def _no_draft(self) -> Tree:
+        empty_BN = self.anchors_B[:, None][:, :0]
+        return Tree(empty_BN, empty_BN, empty_BN, empty_BN.float(), empty_BN.bool())
+
+    def _draft(self) -> Tree:
+        sampled = self.draft_params.hot and self._wants_rows()
+        draft = Draft(self.draft_params, self.ledger.at, sampled, self.seeds_B, self.rounds_B)
+        if self.plan is None:
+            budget = self.decode.nodes if self.decode.tree != "chain" else self.decode.k
+            self.state, tree = self.drafter.propose(self.state, self.commit, budget, self.draft_params, draft)
+            return tree
+        self.state, level = self.drafter.start(self.state, self.commit)
+        self.state, tree = TREES[self.plan.tree](self.drafter, self.state, level, draft, self.plan)
+        return tree
+
+    def _wants_rows(self) -> bool:
+        """Whether siblings are to be drawn: where the rule can use their q."""
+        name = self.decode.verifier
+        return self.decode.tree != "dynamic" and (name == "auto" or verify.VERIFIERS[name].q == "rows")
+
+    def _choose(
+        self, tree: Tree, logits_BMV: Tensor, depths_BM: Tensor, see_BMM: Tensor | None
+    ) -> tuple[verify.Choice, str]:
+        """Apply the verifier to the logits of the anchor and the nodes."""
+        b, m, v = logits_BMV.shape
+        decode = self.decode
+        name = verify.resolve(decode.verifier, tree, self.params.hot, decode.allow_lossy)
+        rule = verify.VERIFIERS[name]
+        see_BMJ = None
+        if self.params.penalises:
+            see_BMJ = (tree.visible() if see_BMM is None else see_BMM)[:, :, 1:]
+        history = self.ledger.at(depths_BM, tree.tokens_BN, see_BMJ)
+        flat_XV = logits_BMV.reshape(b * m, v)
+        params = self.params.repeat(m)
+        if rule.greedy_only:
+            return rule.choose(tree, rule.probabilities(tree, top(flat_XV, params, history).view(b, m)), None), name
+        p_BMV = probs(flat_XV, params, history).view(b, m, v)
+        if name == "typical":
+            odds = verify.typical_odds(tree, p_BMV, decode.typical_epsilon, decode.typical_delta)
+        else:
+            odds = rule.probabilities(tree, p_BMV)
+        return rule.choose(tree, odds, self._coins(m, depths_BM)), name
+
+    def _coins(self, m: int, depths_BM: Tensor) -> verify.Coins:
+        """One call for all the uniforms of a verification."""
+        nodes_M = torch.arange(m, device=self.device)
+        b = depths_BM.shape[0]
+        # The token after a node at depth d stands at this position; the anchor is the newest committed token.
+        at_BM = self.cache.lengths_B[:, None] + depths_BM + 1
+        zero_BM = torch.zeros_like(at_BM)
+        round_BM, node_BM = self.rounds_B[:, None].expand(b, m), nodes_M.expand(b, m)
+        kinds = torch.tensor([rng.ACCEPT, rng.RESIDUAL, rng.TARGET], device=self.device)[:, None, None]
+        u_3BM = rng.uniform(
+            self.seeds_B[:, None],
+            kinds,
+            torch.stack([zero_BM, zero_BM, at_BM]),
+            torch.stack([round_BM, round_BM, zero_BM]),
+            torch.stack([node_BM, node_BM, zero_BM]),
+        )
+        return verify.Coins(u_3BM[0][:, 1:], u_3BM[1], u_3BM[2])
+
+    def _kept(
+        self, ids_BM: Tensor, start_B1: Tensor, path_BA: Tensor, keep_B: Tensor, token_B: Tensor, out: Any, chain: bool
+    ) -> Commit:
+        """The accepted rows, for the drafter."""
+        a = path_BA.shape[1]
+        positions_BA = start_B1 + torch.arange(a, device=self.device)
+        taps = out.taps_BTPD
+        if chain:
+            ids_BA, hidden = ids_BM[:, :a], out.last_hidden_BTD[:, :a]
+            taps = taps[:, :a] if taps is not None else None
+        else:
+            rows_B1 = torch.arange(path_BA.shape[0], device=self.device)[:, None]
+            ids_BA, hidden = ids_BM.gather(1, path_BA), out.last_hidden_BTD[rows_B1, path_BA]
+            taps = taps[rows_B1, path_BA] if taps is not None else None
+        return Commit(ids_BA, keep_B, positions_BA, token_B, taps, hidden, kv=self.cache)
+
+    def _wants_logits(self, request: Request) -> bool:
+        return self.decode.keep_logits or request.params.logprobs
+
+    def _commit(self, row: int, tokens: list[int], accepted: int, logits_XV: Tensor | None) -> Event:
+        """Commit tokens to one request; `logits_XV`: the target's rows that they were chosen from."""
+        request = self.requests[row]
+        event = request.commit(tokens, accepted)
+        self.ledger.add(row, event.ids)
+        if logits_XV is not None and self._wants_logits(request):
+            logits_XV = logits_XV[: len(event.ids)]
+            if request.params.logprobs:
+                x_XV = logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()
+                ids_X1 = torch.tensor(event.ids, device=x_XV.device)[:, None]
+                request.logprobs += (x_XV.gather(1, ids_X1)[:, 0] - x_XV.logsumexp(-1)).tolist()
+            if self.decode.keep_logits:
+                request.logits += list(logits_XV.clone())
+        return event
+
+
+__all__ = ["STAGES", "DecodeConfig", "Event", "Result", "SamplingParams", "generate", "stream"]
