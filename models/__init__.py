@@ -10,18 +10,14 @@ Letters of shape suffixes, for the whole repository (`hidden_BTD` has shape [bat
 `models/drafter.py` for the contract); to add one, write its file and add its line here.
 """
 
-import importlib.util  # until the four files below exist
+from .eagle import Eagle
+from .eagle3 import Eagle3
+from .hydra import Hydra
+from .medusa import Medusa
 
-METHODS = {}
-if all(importlib.util.find_spec(f"{__name__}.{m}") for m in ("medusa", "hydra", "eagle", "eagle3")):
-    from .eagle import Eagle
-    from .eagle3 import Eagle3
-    from .hydra import Hydra
-    from .medusa import Medusa
-
-    METHODS = {
-        "medusa": Medusa,
-        "hydra": Hydra,
-        "eagle": Eagle,
-        "eagle3": Eagle3,
-    }
+METHODS = {
+    "medusa": Medusa,
+    "hydra": Hydra,
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+}

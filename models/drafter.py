@@ -52,7 +52,9 @@ class TargetFacts:
     intermediate: int
     norm_eps: float
     activation: str
-    rope: dict[str, Any]  # transformers' `rope_parameters` of the target (full-attention layers): rope_type, rope_theta, ...
+    rope: dict[
+        str, Any
+    ]  # transformers' `rope_parameters` of the target (full-attention layers): rope_type, rope_theta, ...
     max_positions: int
     tied: bool
     eos_ids: tuple[int, ...]
@@ -119,7 +121,8 @@ class Drafter(Protocol):
     `d2t_W` (int64 buffer of *absolute* target ids, sorted, or None = identity), `parallel` (rows that `start` returns
     at once; 1 = levels come one at a time), `max_depth` (None = any).
     Construction: `Method(config, facts, draft_ids=None)`; then `init_from_target(target)` copies what the recipe
-    says (head rows, norms).
+    says (head rows, norms). `bind(target)` gives it what drafting reads of the target (embedding, head); the former
+    ends with it, and whoever loads weights calls it. `forward` is `loss`, so that wrapped modules run it.
     """
 
     method: str
@@ -132,6 +135,10 @@ class Drafter(Protocol):
     d2t_W: Tensor | None
     parallel: int
     max_depth: int | None
+
+    def init_from_target(self, target: Any) -> None: ...
+
+    def bind(self, target: Any) -> None: ...
 
     def denominators(self, batch: Batch, progress: float) -> dict[str, float]: ...
 

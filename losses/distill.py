@@ -1,0 +1,254 @@
+"""Per-token distillation losses between a drafter's row and the target's, and their fused evaluation.
+
+A *row* is one prediction. The drafter's logits cover the draft vocabulary (W ids); the target's distribution p covers
+all V ids, so that p restricted to W may hold less than the whole mass. `oov` says what becomes of the rest:
+
+    renormalise   p is restricted to W and scaled to sum to 1 (EAGLE-3's teacher; arXiv:2503.01840)
+    mask          as above, and rows whose target argmax lies outside W weigh nothing (the EAGLE-3 training script)
+    tail          p keeps its true values; the mass outside is one class that the drafter gives probability 0.
+                  Terms that this makes infinite, constants all, are left out.
+
+Losses: KL, reverse KL, JSD, TV as usual; -log sum min(p, q) and the hybrid lambda KL + (1 - lambda) TV from LK losses
+(arXiv:2602.23881); top-k cross-entropy from HASS (arXiv:2408.15766); smooth-L1 on features from EAGLE
+(arXiv:2401.15077). Sum min(p, q) is the chance that speculative sampling accepts the drafter's token.
+
+Test: pytest tests/test_losses.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Oov = Literal["renormalise", "mask", "tail"]
+OOV: tuple[Oov, ...] = ("renormalise", "mask", "tail")
+LK_ETA = 3.0  # LK losses, section 5: the best setting
+HASS_TOP_K = 10  # HASS, section 3.1
+SMALLEST_ACCEPT = 1e-8  # floor inside the logarithm; keeps a row without any overlap finite
+
+
+@dataclass
+class Teacher:
+    """What the target says of R predictions: rows `index_R` of a bank of U rows, and the data's own tokens.
+
+    `logits_UW` are the target's logits of the draft vocabulary, `log_z_U` the log-sum-exp over all V, `top_U` the
+    target's argmax and `label_R` the token that the data holds, both in draft ids, -1 = outside the draft vocabulary.
+    """
+
+    logits_UW: Tensor
+    log_z_U: Tensor
+    top_U: Tensor
+    index_R: Tensor
+    label_R: Tensor
+
+    def rows(self, index_R: Tensor, label_R: Tensor) -> Teacher:
+        """The same bank, read at other rows."""
+        return Teacher(self.logits_UW, self.log_z_U, self.top_U, index_R, label_R)
+
+    @property
+    def top_R(self) -> Tensor:
+        return self.top_U[self.index_R]
+
+
+@dataclass
+class Rows:
+    """Both distributions of R rows as the losses read them: log q, log p (scaled as `oov` says), p's mass."""
+
+    log_q_RW: Tensor
+    log_p_RW: Tensor
+    mass_R: Tensor  # sum of p: 1, or with oov = tail what the draft vocabulary holds of it
+    label_R: Tensor  # draft id of the data's token, -1 = outside
+
+
+def ce(rows: Rows) -> Tensor:
+    """[R] cross-entropy with the data's token; 0 where the draft vocabulary lacks it."""
+    picked_R = rows.log_q_RW.gather(-1, rows.label_R.clamp(min=0)[:, None])[:, 0]
+    return torch.where(rows.label_R >= 0, -picked_R, picked_R.new_zeros(()))
+
+
+def kl(rows: Rows) -> Tensor:
+    """[R] KL(p || q). With missing mass: mass * KL(p / mass || q), whose gradient is that of the true divergence."""
+    p_RW = rows.log_p_RW.exp()
+    cross_R = -(p_RW * rows.log_q_RW).sum(-1)
+    return cross_R - torch.special.entr(p_RW).sum(-1) - torch.special.xlogy(rows.mass_R, rows.mass_R)
+
+
+def reverse_kl(rows: Rows) -> Tensor:
+    """[R] KL(q || p)."""
+    return (rows.log_q_RW.exp() * (rows.log_q_RW - rows.log_p_RW)).sum(-1)
+
+
+def jsd(rows: Rows) -> Tensor:
+    """[R] Jensen-Shannon divergence, in nats: 0 to log 2."""
+    log_m_RW = torch.logaddexp(rows.log_q_RW, rows.log_p_RW) - math.log(2)
+    p_part_R = (rows.log_p_RW.exp() * (rows.log_p_RW - log_m_RW)).sum(-1)
+    q_part_R = (rows.log_q_RW.exp() * (rows.log_q_RW - log_m_RW)).sum(-1)
+    return 0.5 * (p_part_R + q_part_R + (1 - rows.mass_R) * math.log(2))
+
+
+def accept(rows: Rows) -> Tensor:
+    """[R] sum min(p, q), the chance that a token drawn from q is accepted."""
+    return torch.minimum(rows.log_p_RW, rows.log_q_RW).exp().sum(-1)
+
+
+def tv(rows: Rows) -> Tensor:
+    """[R] total variation: 1 - sum min(p, q)."""
+    return 1 - accept(rows)
+
+
+def neg_log_accept(rows: Rows) -> Tensor:
+    """[R] -log sum min(p, q) (LK losses, the likelihood form)."""
+    return -accept(rows).clamp(min=SMALLEST_ACCEPT).log()
+
+
+def lk(rows: Rows, mix_R: Tensor | None = None) -> Tensor:
+    """[R] mix * KL + (1 - mix) * TV, mix = exp(-3 sum min(p, q)) held constant (LK losses, the hybrid form)."""
+    if mix_R is None:
+        mix_R = torch.exp(-LK_ETA * accept(rows).detach())
+    return mix_R * kl(rows) + (1 - mix_R) * tv(rows)
+
+
+def topk_ce(rows: Rows) -> Tensor:
+    """[R] cross-entropy over the target's ten likeliest ids of the draft vocabulary (HASS)."""
+    log_p_Rk, ids_Rk = rows.log_p_RW.topk(min(HASS_TOP_K, rows.log_p_RW.shape[-1]), dim=-1)
+    return -(log_p_Rk.exp() * rows.log_q_RW.gather(-1, ids_Rk)).sum(-1)
+
+
+def feature_smooth_l1(feature_RD: Tensor, target_RD: Tensor) -> Tensor:
+    """[R] smooth-L1 (beta 1) between a predicted and the target's own feature, averaged over the width (EAGLE)."""
+    return F.smooth_l1_loss(feature_RD.float(), target_RD.float(), reduction="none").mean(-1)
+
+
+ON_DISTRIBUTIONS: dict[str, Callable[[Rows], Tensor]] = {
+    "ce": ce,
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tv": tv,
+    "neg_log_accept": neg_log_accept,
+    "lk": lk,
+    "topk_ce": topk_ce,
+}
+ON_FEATURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"feature_smooth_l1": feature_smooth_l1}
+
+
+@dataclass
+class Scored:
+    """Detached per-row results. `value_R` is the loss; the others are metrics with the target's true p: a target
+    argmax outside the draft vocabulary is never correct, and mass outside is never accepted."""
+
+    value_R: Tensor
+    correct_R: Tensor  # bool, the drafter's argmax is the target's
+    accept_R: Tensor  # sum min(p, q)
+    lost_R: Tensor  # target mass outside the draft vocabulary
+
+
+def score_rows(logits_RW: Tensor, teacher: Teacher, terms: tuple[tuple[float, str], ...], oov: Oov) -> Scored:
+    """Plain evaluation in the precision of `logits_RW` (half precision: fp32); `value_R` carries gradients."""
+    wide = torch.promote_types(logits_RW.dtype, torch.float32)
+    log_q_RW = logits_RW.to(wide).log_softmax(-1)
+    true_RW = teacher.logits_UW[teacher.index_R].to(wide)
+    kept_R = true_RW.logsumexp(-1)
+    lost_log_R = (kept_R - teacher.log_z_U[teacher.index_R].to(wide)).clamp(max=0)  # log of the mass kept
+    shift_R = kept_R if oov != "tail" else kept_R - lost_log_R
+    mass_R = torch.ones_like(kept_R) if oov != "tail" else lost_log_R.exp()
+    rows = Rows(log_q_RW, true_RW - shift_R[:, None], mass_R, teacher.label_R)
+    value_R = sum((coefficient * ON_DISTRIBUTIONS[name](rows) for coefficient, name in terms), torch.zeros_like(mass_R))
+    top_R = teacher.top_R
+    if oov == "mask":
+        value_R = torch.where(top_R >= 0, value_R, value_R.new_zeros(()))
+    with torch.no_grad():
+        log_p_RW = rows.log_p_RW if oov == "tail" else rows.log_p_RW + lost_log_R[:, None]
+        accept_R = torch.minimum(log_p_RW, log_q_RW).exp().sum(-1)
+        return Scored(value_R, log_q_RW.argmax(-1) == top_R, accept_R, -torch.expm1(lost_log_R))
+
+
+class _Fused(torch.autograd.Function):
+    """`score_rows(...).value_R.sum()` over blocks of rows that stay in cache; the gradient is formed in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_RW: Tensor, teacher: Teacher, terms: tuple[tuple[float, str], ...], oov: Oov, block: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        need = logits_RW.requires_grad
+        grad_RW = torch.empty_like(logits_RW) if need else None
+        parts: list[Scored] = []
+        for lo in range(0, logits_RW.shape[0], block):
+            span = slice(lo, lo + block)
+            part = teacher.rows(teacher.index_R[span], teacher.label_R[span])
+            with torch.enable_grad():
+                block_RW = logits_RW[span].detach().requires_grad_(need)
+                scored = score_rows(block_RW, part, terms, oov)
+                if grad_RW is not None:
+                    (grad_RW[span],) = torch.autograd.grad(scored.value_R.sum(), block_RW)
+            parts.append(Scored(scored.value_R.detach(), scored.correct_R, scored.accept_R, scored.lost_R))
+        ctx.grad_RW = grad_RW
+        if not parts:
+            zero = logits_RW.new_zeros((), dtype=torch.promote_types(logits_RW.dtype, torch.float32))
+            none_R = zero.new_zeros(0)
+            outputs = (zero, none_R.bool(), none_R, none_R.clone())
+        else:
+            outputs = (
+                torch.cat([part.value_R for part in parts]).sum(),
+                torch.cat([part.correct_R for part in parts]),
+                torch.cat([part.accept_R for part in parts]),
+                torch.cat([part.lost_R for part in parts]),
+            )
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        grad_RW, ctx.grad_RW = ctx.grad_RW, None
+        return (None if grad_RW is None else grad_RW.mul_(grad)), None, None, None, None
+
+
+def fused_score(
+    logits_RW: Tensor, teacher: Teacher, terms: tuple[tuple[float, str], ...], oov: Oov
+) -> tuple[Tensor, Scored]:
+    """The sum of the losses over R rows (carries gradients, once) and the rows' metrics, `value_R` left empty.
+
+    Equal to `score_rows` (tests: 1e-6 in fp32); never holds more than a block of rows in fp32.
+    """
+    per_block = 2**18 if logits_RW.device.type == "cpu" else 2**26
+    with torch.autocast(logits_RW.device.type, enabled=False):
+        total, correct_R, accept_R, lost_R = _Fused.apply(
+            logits_RW, teacher, terms, oov, max(1, per_block // logits_RW.shape[-1])
+        )
+    return total, Scored(accept_R.new_empty(0), correct_R, accept_R, lost_R)
+
+
+def make_teacher(
+    head: Callable[[Tensor, Tensor | None], Tensor],
+    hidden_UD: Tensor,
+    log_z_U: Tensor | None,
+    top_U: Tensor | None,
+    d2t_W: Tensor | None,
+    t2d_V: Tensor | None,
+    block: int = 256,
+) -> Teacher:
+    """A teacher's bank from the target's normed states; `index_R` and `label_R` are left empty.
+
+    `head(hidden, ids or None)` gives the target's logits; `log_z_U` and `top_U` (target ids) come from a capture, or
+    are computed here, `block` rows at a time. `t2d_V` [V] maps target ids to draft ids, -1 = none (None = identity).
+    """
+    with torch.no_grad():
+        logits_UW = head(hidden_UD, d2t_W)
+        if log_z_U is None or top_U is None:
+            log_zs, tops = [], []
+            for lo in range(0, hidden_UD.shape[0], block):
+                full_UV = logits_UW[lo : lo + block] if d2t_W is None else head(hidden_UD[lo : lo + block], None)
+                log_zs.append(full_UV.to(torch.promote_types(full_UV.dtype, torch.float32)).logsumexp(-1))
+                tops.append(full_UV.argmax(-1))
+            log_z_U = torch.cat(log_zs) if log_zs else hidden_UD.new_zeros(0, dtype=torch.float32)
+            top_U = torch.cat(tops) if tops else torch.zeros(0, dtype=torch.int64, device=hidden_UD.device)
+        top_U = top_U.long() if t2d_V is None else t2d_V[top_U.long()]
+    nothing = top_U.new_zeros(0)
+    return Teacher(logits_UW, log_z_U, top_U, nothing, nothing)

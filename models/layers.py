@@ -1,0 +1,235 @@
+"""Parts that several drafters share: norm, rotary positions, attention, MLP, residual block, draft vocabulary.
+
+Test: pytest tests/test_methods.py tests/test_parity.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..kernels.rng import NOISE, fold, philox
+from ..losses.distill import OOV
+from ..losses.objective import parse_objective
+from .drafter import Batch, Commit, Level, TargetFacts
+from .families import family_of
+
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32 at least."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+def rotary_settings(facts: TargetFacts) -> dict[str, Any]:
+    """The drafter's `rope_parameters`: the target's base and scaling, over the whole head (a target's partial rotation
+    is not inherited: serving engines rotate draft heads fully).
+
+    Raises ValueError for a missing base and for types that need more than a fixed table.
+    """
+    rope = facts.rope
+    kind = rope.get("rope_type")
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"drafter for {facts.name}: rope_type {kind!r} is not supported; known: {', '.join(ROPE_TYPES)}"
+        )
+    if rope.get("rope_theta") is None:
+        raise ValueError(f"drafter for {facts.name}: the target's rope has no rope_theta; add it to its config.json")
+    return {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}
+
+
+class Rotary:
+    """cos and sin [..., head_dim] in fp32 of absolute positions. `inverse` [head_dim / 2], `scale` (attention factor).
+
+    No module, so that casting a drafter to half precision leaves its table alone.
+    """
+
+    def __init__(self, facts: TargetFacts) -> None:
+        rope = rotary_settings(facts)
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, facts.head_dim, 2, dtype=torch.float32) / facts.head_dim
+            self.inverse, self.scale = 1.0 / float(rope["rope_theta"]) ** exponents, 1.0
+        else:
+            config = LlamaConfig(
+                hidden_size=facts.width,
+                num_attention_heads=facts.heads,
+                head_dim=facts.head_dim,
+                max_position_embeddings=facts.max_positions,
+                rope_parameters=rope,
+            )
+            self.inverse, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.inverse.device != positions.device:
+            self.inverse = self.inverse.to(positions.device)
+        angles = positions[..., None].float() * self.inverse
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., H, head_dim] by the angles [..., head_dim] of its positions (halves, as Llama does)."""
+    left, right = x.float().chunk(2, dim=-1) if x.dtype != torch.float64 else x.chunk(2, dim=-1)
+    turned = torch.cat([-right, left], dim=-1)
+    return (torch.cat([left, right], dim=-1) * cos[..., None, :] + turned * sin[..., None, :]).to(x.dtype)
+
+
+def attend(
+    q_BHQd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, see_BQS: Tensor, own: list[tuple[Tensor, Tensor]] | None = None
+) -> Tensor:
+    """Attention [B, H, Q, d] of H heads over G key/value heads. Beside the S shared keys that `see_BQS` shows it, each
+    query has keys of its own, one per entry (k_BGQd, v_BGQd) of `own` (the drafter's earlier steps at that row)."""
+    b, h, q, d = q_BHQd.shape
+    g = k_BGSd.shape[1]
+    q_BGrQd = q_BHQd.reshape(b, g, h // g, q, d) * d**-0.5
+    scores_BGrQS = (q_BGrQd.flatten(2, 3) @ k_BGSd.transpose(-1, -2)).view(b, g, h // g, q, -1)
+    scores_BGrQS = scores_BGrQS.masked_fill(~see_BQS[:, None, None], torch.finfo(scores_BGrQS.dtype).min)
+    if own:
+        columns = [(q_BGrQd * k_BGQd[:, :, None]).sum(-1, keepdim=True, dtype=scores_BGrQS.dtype) for k_BGQd, _ in own]
+        scores_BGrQS = torch.cat([scores_BGrQS, *columns], dim=-1)
+    wide = torch.promote_types(scores_BGrQS.dtype, torch.float32)
+    weights_BGrQS = scores_BGrQS.softmax(-1, dtype=wide).to(v_BGSd.dtype)
+    s = k_BGSd.shape[2]
+    out_BGrQd = (weights_BGrQS[..., :s].flatten(2, 3) @ v_BGSd).view(b, g, h // g, q, d)
+    for i, (_, v_BGQd) in enumerate(own or []):
+        out_BGrQd = out_BGrQd + weights_BGrQS[..., s + i, None] * v_BGQd[:, :, None]
+    return out_BGrQd.reshape(b, h, q, d)
+
+
+class Attention(nn.Module):
+    """Projections of a Llama attention without biases, from `width_in`, named as in checkpoints."""
+
+    def __init__(self, width_in: int, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        if heads % kv_heads:
+            raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads: one must divide the other")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = nn.Linear(width_in, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+
+    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[..., width_in] -> [..., H, head_dim], rotated."""
+        return rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), *angles)
+
+    def keys_values(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[..., width_in] -> two of [..., G, head_dim], keys rotated."""
+        shape = (self.kv_heads, self.head_dim)
+        return rotate(self.k_proj(x).unflatten(-1, shape), *angles), self.v_proj(x).unflatten(-1, shape)
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)), without biases."""
+
+    def __init__(self, width: int, intermediate: int, activation: str) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, intermediate, bias=False)
+        self.up_proj = nn.Linear(width, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, width, bias=False)
+        self.act = ACT2FN[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def register_vocabulary(module: nn.Module, facts: TargetFacts, draft_ids: Tensor | None) -> int:
+    """Give `module` its buffers `d2t_W` (absolute target ids; None = all V ids) and `t2d_V` (draft ids, -1 = none);
+    return W. Raises ValueError unless the ids are distinct, ascending and such that the tokenizer can produce them."""
+    if draft_ids is None:
+        module.register_buffer("d2t_W", None)
+        module.register_buffer("t2d_V", None)
+        return facts.vocab
+    ids_W = draft_ids.detach().cpu().long().clone()
+    if ids_W.ndim != 1 or not len(ids_W) or bool((ids_W.diff() <= 0).any()):
+        raise ValueError("draft vocabulary: ids must be a list of distinct target ids in ascending order")
+    if ids_W[0] < 0 or ids_W[-1] >= facts.tokens:
+        raise ValueError(
+            f"draft vocabulary: ids {int(ids_W[0])}..{int(ids_W[-1])} leave 0..{facts.tokens - 1}, the ids that the "
+            f"tokenizer of {facts.name} can produce; rebuild it for this target"
+        )
+    t2d_V = torch.full((facts.vocab,), -1, dtype=torch.int64)
+    t2d_V[ids_W] = torch.arange(len(ids_W))
+    module.register_buffer("d2t_W", ids_W)
+    module.register_buffer("t2d_V", t2d_V, persistent=False)
+    return len(ids_W)
+
+
+def make_level(logits_BNW: Tensor, valid_BN: Tensor, d2t_W: Tensor | None, tokens: int) -> Level:
+    """fp32 logits of a level; ids that the tokenizer cannot produce are never drafted."""
+    logits_BNW = logits_BNW.to(torch.promote_types(logits_BNW.dtype, torch.float32))
+    if d2t_W is None and tokens < logits_BNW.shape[-1]:
+        logits_BNW[..., tokens:] = -torch.inf
+    return Level(logits_BNW, valid_BN)
+
+
+def newest(commit: Commit, x_BTX: Tensor) -> Tensor:
+    """[B, X]: each row's last committed entry of `x_BTX` (rows with none: their first, to be ignored)."""
+    last_B = (commit.counts_B - 1).clamp(min=0)
+    return x_BTX[torch.arange(len(last_B), device=last_B.device), last_B]
+
+
+def refuse_unbound(*_: Any) -> Tensor:
+    """Stands in for the target's embedding and head until `bind`."""
+    raise ValueError("this drafter is bound to no target: call drafter.bind(target) before drafting")
+
+
+def head_rows(target: Any, d2t_W: Tensor | None) -> Tensor:
+    """[W, D] the target's output rows of the draft vocabulary."""
+    return target.head_weight if d2t_W is None else target.head_weight[d2t_W.to(target.device)]
+
+
+def norm_scale(target: Any) -> Tensor:
+    """[D] what the target's final norm multiplies by (some families keep it less one)."""
+    return target.norm.weight.float() + family_of(target.model.config).norm_offset
+
+
+def keyed_uniform(batch: Batch, width: int, stream: int = 0) -> Tensor:
+    """[B, T, width] uniform in [0, 1), a function of (seed, epoch, sample id, position) and `stream` alone: padding,
+    packing and the number of processes do not change it."""
+    groups = -(-width // 8)
+    group_G = torch.arange(groups, device=batch.ids_BT.device) + (stream << 16)
+    seed = fold(batch.seed, batch.epoch + 1)
+    key = (torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32 & 0xFFFFFFFF))
+    counter = (
+        batch.positions_BT[..., None] & 0xFFFFFFFF,
+        batch.samples_BT[..., None] & 0xFFFFFFFF,
+        group_G,
+        torch.tensor(NOISE),
+    )
+    words_BTG4 = torch.stack(philox(counter, key), dim=-1)
+    halves_BTG8 = torch.cat([words_BTG4 & 0xFFFF, words_BTG4 >> 16], dim=-1)
+    return halves_BTG8.flatten(-2)[..., :width].float() * 2.0**-16
+
+
+TargetHead = Callable[[Tensor, Tensor | None], Tensor]
+TargetEmbed = Callable[[Tensor], Tensor]
+
+
+def check_loss_settings(
+    objective: str, oov: str, depth_weight: float, depths: int, method: str, features: bool = False
+) -> None:
+    """Refuse, by name and value, settings that every method's config has. Raises ValueError."""
+    parse_objective(objective, features=features, method=method)
+    if oov not in OOV:
+        raise ValueError(f"{method}: oov must be one of {', '.join(OOV)}, got {oov!r}")
+    if not 0 < depth_weight <= 1:
+        raise ValueError(f"{method}: depth_weight must lie in (0, 1], got {depth_weight}")
+    if depths < 1:
+        raise ValueError(f"{method}: needs at least one depth, got {depths}")

@@ -1,0 +1,152 @@
+"""Medusa: independent heads on the target's last hidden state, head k for the token k + 1 ahead of the anchor.
+
+Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (arXiv:2401.10774),
+section 2.1.1 (heads) and 2.2.1 (Medusa-1: frozen target). A head is residual blocks x + SiLU(W x + b), each with
+weights of its own, W zero at first, then a projection to the vocabulary: its own, started from the target's head, or
+the target's head itself (`head: shared`). Heads read the state after the final norm.
+
+Parameters bear the names of serving engines' checkpoints (`blocks.{i}.layers.{j}`, `lm_heads.{i}`).
+Test: pytest tests/test_methods.py tests/test_parity.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..losses.distill import Oov
+from ..losses.objective import parse_objective
+from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
+from .layers import (
+    TargetHead,
+    check_loss_settings,
+    head_rows,
+    make_level,
+    newest,
+    refuse_unbound,
+    register_vocabulary,
+)
+from .supervision import Rows, Scorer, pair_counts
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Settings of Medusa heads."""
+
+    heads: int = 4
+    """Heads, that is draft depths (Medusa, section 2.1.1: up to 5; 4 fit the chains that engines serve)."""
+    layers: int = 1
+    """Residual blocks per head (Medusa, section 2.1.1)."""
+    head: Literal["own", "shared"] = "own"
+    """`own`: each head has a vocabulary projection, started from the target's; `shared`: all read through the target's."""
+    objective: str = "kl"
+    """Loss per head. The paper takes the data's tokens (`ce`); the target's full distribution learns faster on little data."""
+    depth_weight: float = 0.8
+    """Head d weighs depth_weight ** (d - 1) (Medusa, section 2.2.1)."""
+    oov: Oov = "renormalise"
+    """Teacher mass outside the draft vocabulary: renormalise, mask (rows whose argmax is outside) or tail."""
+
+    def __post_init__(self) -> None:
+        check_loss_settings(self.objective, self.oov, self.depth_weight, self.heads, "medusa")
+        if self.layers < 1:
+            raise ValueError(f"medusa: layers must be at least 1, got {self.layers}")
+
+
+class Blocks(nn.Module):
+    """Residual blocks of one head."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        for layer in self.layers:
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x_XD: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_XD = x_XD + F.silu(layer(x_XD))
+        return x_XD
+
+
+class Medusa(nn.Module):
+    """Medusa heads; see `models/drafter.py` for the contract. `start` returns all levels at once."""
+
+    method = "medusa"
+    Config = MedusaConfig
+    draft_needs = frozenset({"last_hidden"})
+    loss_needs = frozenset({"ids", "last_hidden", "teacher"})
+    taps: tuple[int, ...] = ()
+    d2t_W: Tensor | None
+    t2d_V: Tensor | None
+
+    def __init__(self, config: MedusaConfig, facts: TargetFacts, draft_ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.config, self.facts = config, facts
+        self.parallel = self.max_depth = config.heads
+        self.objective = parse_objective(config.objective)
+        self.vocab = register_vocabulary(self, facts, draft_ids)
+        self.blocks = nn.ModuleList([Blocks(facts.width, config.layers) for _ in range(config.heads)])
+        if config.head == "own":
+            self.lm_heads = nn.ModuleList([nn.Linear(facts.width, self.vocab, bias=False) for _ in range(config.heads)])
+        self.target_head: TargetHead = refuse_unbound
+
+    def bind(self, target: Any) -> None:
+        """Take the target's head, which shared heads read through."""
+        self.target_head = target.head
+
+    @torch.no_grad()
+    def init_from_target(self, target: Any) -> None:
+        """Start own heads from the target's rows; then `bind`."""
+        if self.config.head == "own":
+            for head in self.lm_heads:
+                head.weight.copy_(head_rows(target, self.d2t_W))
+        self.bind(target)
+
+    def predict(self, head: int, state_XD: Tensor, target_head: TargetHead) -> Tensor:
+        """Logits [X, W] of one head (0-based) for normed target states."""
+        hidden_XD = self.blocks[head](state_XD.to(self.blocks[0].layers[0].weight.dtype))
+        return self.lm_heads[head](hidden_XD) if self.config.head == "own" else target_head(hidden_XD, self.d2t_W)
+
+    # Training
+
+    def denominators(self, batch: Batch, progress: float) -> dict[str, float]:
+        """Training pairs per head."""
+        return pair_counts(batch, self.config.heads)
+
+    def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms:
+        """Terms `depth_d`: the objective of head d - 1, summed over the pairs of depth d."""
+        assert target_out.last_hidden_BTD is not None and target_out.head is not None
+        config = self.config
+        rows = Rows.of(batch, config.heads)
+        scorer = Scorer(
+            rows, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov, config.depth_weight
+        )
+        state_RD = rows.take(target_out.last_hidden_BTD)
+        for depth, pairs_R in enumerate(rows.pairs, 1):
+            scorer.add(depth, self.predict(depth - 1, state_RD[pairs_R], target_out.head))
+        return scorer.terms()
+
+    forward = loss
+
+    # Drafting
+
+    def init(self, prefill: Prefill) -> None:
+        """Heads keep nothing between drafts."""
+
+    def start(self, state: None, commit: Commit) -> tuple[None, Level]:
+        """The levels of all depths, from the newest committed state."""
+        assert commit.last_hidden_BTD is not None
+        state_BD = newest(commit, commit.last_hidden_BTD)
+        logits_BKW = torch.stack([self.predict(k, state_BD, self.target_head) for k in range(self.config.heads)], dim=1)
+        valid_BK = (commit.counts_B > 0)[:, None].expand(-1, self.config.heads)
+        return state, make_level(logits_BKW, valid_BK, self.d2t_W, self.facts.tokens)
+
+    def extend(self, state: None, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[None, Level]:
+        """Never asked for: every depth comes from `start`."""
+        raise ValueError(f"medusa has {self.config.heads} heads and gives all their levels at once: draft no deeper")
+
+    def reset(self, state: None, rows: Tensor) -> None:
+        """Nothing to forget."""

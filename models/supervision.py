@@ -1,0 +1,134 @@
+"""Which rows of a batch are trained at which depth, and the score of a drafter's logits there.
+
+Only *supervised rows* cost queries, MLPs and heads: state rows with a pair of depth 1 (`drafter.supervised`). Every
+deeper pair belongs to such a row, and its teacher row is the depth-1 teacher of a later one, so that one bank of
+target logits serves all depths.
+
+Test: pytest tests/test_methods.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..losses.distill import ON_FEATURES, Oov, Teacher, fused_score, make_teacher
+from ..losses.objective import Objective
+from .drafter import Batch, TargetOut, Terms, supervised
+
+
+def pair_counts(batch: Batch, depths: int) -> dict[str, float]:
+    """`denominators` of every method: training pairs of each depth."""
+    return {f"depth_{d}": float(supervised(batch, d).sum()) for d in range(1, depths + 1)}
+
+
+@dataclass
+class Rows:
+    """The R supervised rows of a batch. `flat_R` = b * T + t, ascending; `pairs[d - 1]`: those that have depth d."""
+
+    flat_R: Tensor
+    pairs: list[Tensor]
+    time: int
+
+    @classmethod
+    def of(cls, batch: Batch, depths: int) -> Rows:
+        has_BT = [supervised(batch, d).flatten() for d in range(1, depths + 1)]
+        flat_R = has_BT[0].nonzero()[:, 0]
+        return cls(flat_R, [has[flat_R].nonzero()[:, 0] for has in has_BT], batch.ids_BT.shape[1])
+
+    def take(self, x_BTX: Tensor, ahead: int = 0) -> Tensor:
+        """[R, X]: `x` at t + ahead of each row (kept inside its row of the batch; pairs never need that)."""
+        t_R = self.flat_R % self.time
+        return x_BTX.flatten(0, 1)[self.flat_R - t_R + (t_R + ahead).clamp(max=self.time - 1)]
+
+
+class Packing:
+    """Supervised rows as padded queries [B, Q] of their batch rows, for attention."""
+
+    def __init__(self, rows: Rows, batch: Batch) -> None:
+        b, t = batch.ids_BT.shape
+        row_R, t_R = rows.flat_R // t, rows.flat_R % t
+        counts_B = torch.bincount(row_R, minlength=b)
+        starts_B = counts_B.cumsum(0) - counts_B
+        self.shape = (b, int(counts_B.max()) if len(row_R) else 0)
+        slot_R = torch.arange(len(row_R), device=row_R.device) - starts_B[row_R]
+        self.back_R = row_R * self.shape[1] + slot_R
+        from_BQ = row_R.new_zeros(b * self.shape[1])
+        from_BQ[self.back_R] = torch.arange(len(row_R), device=row_R.device)
+        self.from_BQ = from_BQ.view(self.shape)
+        key_T = torch.arange(t, device=t_R.device)
+        same_RT = batch.samples_BT[row_R] == batch.samples_BT.flatten()[rows.flat_R][:, None]
+        self.see_BQT = (same_RT & (key_T <= t_R[:, None]))[self.from_BQ]
+
+    def spread(self, x_RHd: Tensor) -> Tensor:
+        """[R, H, d] -> [B, H, Q, d]; padding repeats row 0, to be ignored."""
+        return x_RHd[self.from_BQ].transpose(1, 2)
+
+    def collect(self, x_BHQd: Tensor) -> Tensor:
+        """[B, H, Q, d] -> [R, H * d]."""
+        return x_BHQd.transpose(1, 2).flatten(2).flatten(0, 1)[self.back_R]
+
+
+class Scorer:
+    """Collects the terms of a loss, depth by depth.
+
+    `losses["depth_d"]` is depth_weight**(d - 1) times the sum over the pairs of depth d. Metrics, all against the
+    target's own argmax and true probabilities: `accuracy_d`, `accept_d` (sum min(p, q)), `lost_mass` (outside the
+    draft vocabulary), `run_length` (leading correct steps of rows that have every depth) and `run_length_sq` (their
+    squares, for an interval).
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        batch: Batch,
+        out: TargetOut,
+        d2t_W: Tensor | None,
+        t2d_V: Tensor | None,
+        objective: Objective,
+        oov: Oov,
+        depth_weight: float,
+    ) -> None:
+        assert out.last_hidden_BTD is not None and out.head is not None
+        self.rows, self.objective, self.oov, self.depth_weight = rows, objective, oov, depth_weight
+        log_z_R = None if out.log_z_BT is None else rows.take(out.log_z_BT, 1)
+        top_R = None if out.top_BT is None else rows.take(out.top_BT, 1)
+        self.hidden_RD = rows.take(out.last_hidden_BTD, 1)  # row i: the state after the anchor of rows.flat_R[i]
+        self.teacher = make_teacher(out.head, self.hidden_RD, log_z_R, top_R, d2t_W, t2d_V)
+        tokens_R = rows.take(batch.ids_BT, 2)
+        self.labels_R = tokens_R if t2d_V is None else t2d_V[tokens_R]
+        self.terms_ = Terms({})
+        self.alive_R = torch.ones_like(rows.flat_R, dtype=torch.bool)
+        self.run_R = torch.zeros_like(rows.flat_R)
+
+    def teacher_of(self, depth: int) -> Teacher:
+        """The teacher of the pairs of one depth: row t + depth is the depth-1 teacher, depth - 1 rows further on."""
+        index_R = self.rows.pairs[depth - 1] + depth - 1
+        return self.teacher.rows(index_R, self.labels_R[index_R])
+
+    def add(self, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
+        """Score the logits (and predicted features) of the rows `rows.pairs[depth - 1]`."""
+        pairs_R = self.rows.pairs[depth - 1]
+        on_rows = tuple(term for term in self.objective if term[1] not in ON_FEATURES)
+        loss, scored = fused_score(logits_RW, self.teacher_of(depth), on_rows, self.oov)
+        for factor, name in self.objective:
+            if name in ON_FEATURES:
+                assert feature_RD is not None
+                loss = loss + factor * ON_FEATURES[name](feature_RD, self.hidden_RD[pairs_R + depth - 1]).sum()
+        self.terms_.losses[f"depth_{depth}"] = loss * self.depth_weight ** (depth - 1)
+        count = torch.tensor(float(len(pairs_R)))
+        self.terms_.metrics[f"accuracy_{depth}"] = scored.correct_R.sum().float(), count
+        self.terms_.metrics[f"accept_{depth}"] = scored.accept_R.sum(), count
+        if depth == 1:
+            self.terms_.metrics["lost_mass"] = scored.lost_R.sum(), count
+        self.alive_R[pairs_R] &= scored.correct_R
+        self.run_R[pairs_R] += self.alive_R[pairs_R]
+
+    def terms(self) -> Terms:
+        run_R = self.run_R[self.rows.pairs[-1]].float()
+        count = torch.tensor(float(len(run_R)))
+        self.terms_.metrics["run_length"] = run_R.sum(), count
+        self.terms_.metrics["run_length_sq"] = run_R.square().sum(), count
+        return self.terms_
