@@ -65,7 +65,9 @@ def recipe_keys(recipe: Any, keys: Mapping[str, Any], where: str) -> None:
 
     def walk(node: Any, prefix: str) -> None:
         if not isinstance(node, dict):
-            raise UsageError(f"{where}: {prefix or 'the file'} must be a mapping of settings, got {type(node).__name__}")
+            raise UsageError(
+                f"{where}: {prefix or 'the file'} must be a mapping of settings, got {type(node).__name__}"
+            )
         for name, value in node.items():
             key = f"{prefix}{name}"
             if key in sections:
@@ -155,7 +157,9 @@ def parse(
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     usage = f"{prog} {' '.join(f'<{p}>' for p in positional)} [--config FILE] [key=value ...]"
     parser = jsonargparse.ArgumentParser(prog=prog, usage=usage, description=description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML recipe; later files and key=value override earlier ones.")
+    parser.add_argument(
+        "--config", action="config", help="YAML recipe; later files and key=value override earlier ones."
+    )
     parser.add_class_arguments(spec, None, skip=set(sections), sub_configs=False)
     for name, kind in sections.items():
         parser.add_class_arguments(kind, name, sub_configs=False)

@@ -228,7 +228,17 @@ class TrainConfig:
 
 
 # What may change between the launches of one run; everything else must be equal for a resume to mean anything.
-FREE_ON_RESUME = ("budget", "save", "evaluate", "log", "run", "resume", "processes", "states.folder", "states.batch_tokens")
+FREE_ON_RESUME = (
+    "budget",
+    "save",
+    "evaluate",
+    "log",
+    "run",
+    "resume",
+    "processes",
+    "states.folder",
+    "states.batch_tokens",
+)
 
 
 def check(config: TrainConfig) -> None:

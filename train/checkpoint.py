@@ -1,0 +1,251 @@
+"""Checkpoints: complete or absent, bit-exact, safetensors and JSON only, the same for every engine.
+
+    checkpoints/step-00000500/  model.safetensors       trained tensors (fp32) and buffers
+                                optimiser.safetensors   moments by parameter name, "<name>|<key>"
+                                rng.safetensors         torch's generators, one per process
+                                state.json              where the run stands (`State`), and the settings
+                                files.json              size and SHA-256 of the others; written last
+
+A checkpoint is written to a hidden folder, synced, and renamed; `newest` takes only what its list confirms, so a kill
+at any moment costs at most what came after the last save. ZeRO's shards are gathered and stored under the parameters'
+names, so a run may go on with another number of processes or another engine. Tests: `pytest tests/test_resume.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .engine import is_deepspeed
+
+FORMAT = 1
+
+
+@dataclass
+class State:
+    """Where a run stands: everything the loop needs beside tensors. Stored as JSON (floats round-trip exactly)."""
+
+    step: int = 0  # optimiser steps that were taken
+    epoch: int = 0
+    window: int = 0  # next window of this epoch; windows that were skipped count
+    tokens: int = 0
+    seconds: float = 0.0  # spent in optimiser steps
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    skipped_samples: list[int] = field(default_factory=list)  # of the current row of skips
+    losses: list[float] = field(default_factory=list)  # of the last steps, for the running median
+    first_median: float | None = None
+    best: float | None = None
+    best_step: int | None = None
+    done: bool = False  # the whole budget is used
+
+
+def trained_tensors(drafter: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters and persistent buffers, by name; frozen tensors belong to the target."""
+    frozen = {n for n, p in drafter.named_parameters() if not p.requires_grad}
+    return {n: t.detach() for n, t in drafter.state_dict().items() if n not in frozen}
+
+
+def save(
+    folder: Path,
+    state: State,
+    settings: dict[str, Any],
+    drafter: nn.Module,
+    optimisers: list[torch.optim.Optimizer],
+    accelerator: Accelerator,
+    keep: int,
+) -> Path:
+    """Write `folder/step-N`; every process must call it. Keeps the `keep` newest and the best one.
+
+    Raises OSError (disk full, read-only folder); earlier checkpoints are untouched then.
+    """
+    optimiser_tensors = _optimiser_tensors(drafter, optimisers, accelerator)
+    rng = _rng_tensors(accelerator)
+    final = folder / f"step-{state.step:08d}"
+    if accelerator.is_main_process and not complete(final, state):
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{final.name}.{os.getpid()}"
+        try:
+            temporary.mkdir()
+            model = {n: t.cpu().clone().contiguous() for n, t in trained_tensors(drafter).items()}
+            for name, tensors in (("model", model), ("optimiser", optimiser_tensors), ("rng", rng)):
+                save_file(tensors, temporary / f"{name}.safetensors")
+            _write_json(temporary / "state.json", {"format": FORMAT, "state": asdict(state), "settings": settings})
+            listing = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(temporary.iterdir())}
+            _write_json(temporary / "files.json", listing)
+            for path in (*temporary.iterdir(), temporary):
+                sync(path)
+            if final.exists():  # incomplete, or of another state of the same step: replaced whole
+                final.rename(folder / f".{final.name}.old")
+            temporary.rename(final)
+            sync(folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _prune(folder, keep, state.best_step)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def complete(path: Path, state: State | None = None) -> bool:
+    """Whether every listed file is there, whole and unchanged (and, if given, holds this very state)."""
+    try:
+        listing = json.loads((path / "files.json").read_text())
+        for name, facts in listing.items():
+            file = path / name
+            if file.stat().st_size != facts["bytes"] or digest(file) != facts["sha256"]:
+                return False
+        return state is None or json.loads((path / "state.json").read_text())["state"] == asdict(state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint of a run, and the names of incomplete or damaged ones that were passed over."""
+    damaged = []
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        if complete(path):
+            return path, damaged
+        damaged.append(path.name)
+    return None, damaged
+
+
+def read_state(path: Path) -> tuple[State, dict[str, Any]]:
+    """The state and the settings of a checkpoint. Raises ValueError for another format."""
+    content = json.loads((path / "state.json").read_text())
+    if content.get("format") != FORMAT:
+        raise ValueError(f"{path}: checkpoint format {content.get('format')!r}, this version reads {FORMAT}")
+    return State(**content["state"]), content["settings"]
+
+
+def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer], accelerator: Accelerator) -> None:
+    """Put tensors, moments and generators back, in place. Call it after the engine has wrapped model and optimisers.
+
+    Raises ValueError when names or shapes differ from this drafter's.
+    """
+    tensors = load_file(path / "model.safetensors")
+    own = trained_tensors(drafter)
+    if tensors.keys() != own.keys():
+        raise ValueError(f"{path}: tensors {sorted(tensors.keys() ^ own.keys())} are on one side only")
+    for name, value in tensors.items():
+        if value.shape != own[name].shape or value.dtype != own[name].dtype:
+            raise ValueError(
+                f"{path}: {name} is {value.dtype} {tuple(value.shape)}, needed {own[name].dtype} {tuple(own[name].shape)}"
+            )
+        own[name].copy_(value)
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, value in load_file(path / "optimiser.safetensors").items():
+        name, _, kind = key.rpartition("|")
+        moments.setdefault(name, {})[kind] = value
+    parameters = dict(drafter.named_parameters())
+    if is_deepspeed(accelerator):
+        _load_deepspeed(parameters, moments, optimisers[0])
+    else:
+        owner = {
+            id(p): optimiser for optimiser in optimisers for group in optimiser.param_groups for p in group["params"]
+        }
+        for name, kinds in moments.items():
+            parameter = parameters[name]
+            owner[id(parameter)].state[parameter] = {
+                kind: value if kind == "step" else value.to(parameter.device) for kind, value in kinds.items()
+            }
+    rng = load_file(path / "rng.safetensors")
+    if f"cpu.{accelerator.process_index}" in rng:
+        torch.set_rng_state(rng[f"cpu.{accelerator.process_index}"])
+    if torch.cuda.is_available() and f"cuda.{accelerator.process_index}" in rng:
+        torch.cuda.set_rng_state(rng[f"cuda.{accelerator.process_index}"])
+
+
+def _optimiser_tensors(
+    drafter: nn.Module, optimisers: list[torch.optim.Optimizer], accelerator: Accelerator
+) -> dict[str, Tensor]:
+    names = {id(p): n for n, p in drafter.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    if is_deepspeed(accelerator):
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        zero = _zero(optimisers[0])
+        for name, parameter in drafter.named_parameters():
+            if not parameter.requires_grad or not zero.optimizer.state:
+                continue
+            for kind in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{name}|{kind}"] = safe_get_full_optimizer_state(parameter, kind).cpu().clone()
+            tensors[f"{name}|step"] = next(iter(zero.optimizer.state.values()))["step"].cpu().clone()
+        return tensors
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            for parameter in group["params"]:
+                for kind, value in optimiser.state.get(parameter, {}).items():
+                    tensors[f"{names[id(parameter)]}|{kind}"] = value.detach().cpu().clone().contiguous()
+    return tensors
+
+
+def _load_deepspeed(
+    parameters: dict[str, nn.Parameter], moments: dict[str, dict[str, Tensor]], optimiser: torch.optim.Optimizer
+) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    zero = _zero(optimiser)
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
+        safe_set_full_fp32_param(parameter, parameter.detach().float())
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if name in moments:
+                safe_set_full_optimizer_state(parameter, moments[name][kind].to(parameter.device), kind)
+    for kinds in zero.optimizer.state.values():
+        kinds["step"] = next(iter(moments.values()))["step"].clone()
+
+
+def _zero(optimiser: Any) -> Any:
+    """DeepSpeed's ZeRO optimiser below accelerate's wrapper."""
+    return optimiser.optimizer if not hasattr(optimiser, "averaged_gradients") else optimiser
+
+
+def _rng_tensors(accelerator: Accelerator) -> dict[str, Tensor]:
+    mine = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        mine["cuda"] = torch.cuda.get_rng_state()
+    everyone: list[Any] = [mine]
+    if accelerator.num_processes > 1:
+        everyone = [None] * accelerator.num_processes
+        torch.distributed.all_gather_object(everyone, mine)
+    return {f"{kind}.{rank}": value for rank, one in enumerate(everyone) for kind, value in one.items()}
+
+
+def _prune(folder: Path, keep: int, best_step: int | None) -> None:
+    paths = sorted(folder.glob("step-*"))
+    for path in paths[:-keep]:
+        if path.name != f"step-{best_step if best_step is not None else -1:08d}":
+            shutil.rmtree(path, ignore_errors=True)
+    for left_over in folder.glob(".step-*"):  # of a process that was killed while it wrote
+        shutil.rmtree(left_over, ignore_errors=True)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Force a file, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,366 @@
+"""Train a draft head or drafter from a frozen target: recipe -> states -> training -> export.
+
+    ./launch.sh train/distill_draft.py --config configs/eagle3_smollm2.yaml optim.lr=3e-4
+    accelerate launch train/distill_draft.py --config configs/eagle3_smollm2.yaml optim.lr=3e-4
+
+Leaves a run folder: `checkpoints/`, `metrics.jsonl`, `run.yaml` and `export/`, which is what `draftsmith generate`,
+`draftsmith evaluate` and serving engines load. Starting it again goes on where it stopped. Exit code 0 when the budget
+is used, 143 / 130 after SIGTERM / Ctrl-C (saved), 2 for a wrong request, 1 for a failure.
+Tests: `pytest tests/test_train.py tests/test_config.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from draftsmith.inference.speculate import DecodeConfig, generate
+
+from draftsmith.configs.parse import UsageError, guarded, nearest, parse, read_recipe, split_tokens
+from draftsmith.configs.training import TrainConfig, check, differing
+from draftsmith.data.batch import Batch, TargetOut
+from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
+from draftsmith.data.encode import Sample, encode_all, prompt_ids
+from draftsmith.data.packing import collate
+from draftsmith.data.sources import Conversation, load_conversations
+from draftsmith.data.states import data_fingerprint
+from draftsmith.inference.capture import capture
+from draftsmith.inference.card import scrub_values
+from draftsmith.inference.export import export
+from draftsmith.inference.exporters.layout import RunFacts
+from draftsmith.inference.load import load_drafter
+from draftsmith.losses.probs import SamplingParams
+from draftsmith.models import METHODS
+from draftsmith.models.target import Target, document_mask, load_target
+from draftsmith.train import checkpoint, engine
+from draftsmith.train.loop import Summary, train
+from draftsmith.train.stream import Stream
+
+PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed", "safetensors")
+
+
+def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
+    """Two stages: the method's name first, then everything, typed by that method's own Config.
+
+    Raises UsageError or ValueError, one line, before any weights are loaded and with nothing written.
+    """
+    plain = [a for a in argv if a not in ("--help", "-h", "--print_config", "--print-config")]
+    recipes, pairs = split_tokens(plain, (), {})
+    method = None
+    for path in recipes:
+        recipe = read_recipe(path)
+        method = recipe.get("method", method) if isinstance(recipe, dict) else method
+    method = dict(pairs).get("method", method)
+    if method is None:
+        if len(plain) < len(argv):
+            print(f"methods: {', '.join(METHODS)}; add method=NAME to see a method's own settings (`drafter.*`)\n")
+            method = next(iter(METHODS))
+        else:
+            raise UsageError(f"no method: give --config RECIPE, or method=NAME with one of {', '.join(METHODS)}")
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise UsageError(
+            f"unknown method {method!r}; nearest: {nearest(str(method), list(METHODS))!r} (known: {known})"
+        )
+    sections = {"drafter": METHODS[method].Config}
+    config = parse(TrainConfig, argv, prog=prog, sections=sections, description="Train a drafter.")
+    check(config)
+    return config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One run, from the command line to the export. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    config = read_config(argv, Path(sys.argv[0]).name)
+    folder = engine.run_folder(config)
+    refuse_other_run(folder, config)
+    accelerator = engine.start(config)
+    torch.manual_seed(config.seed)
+    say = print if accelerator.is_main_process else _silent
+
+    target = load_target(
+        config.target.name,
+        dtype=config.target.dtype,
+        device=accelerator.device,
+        revision=config.target.revision,
+        trust_remote_code=config.target.trust_remote_code,
+    )
+    train_talks, heldout_talks = conversations(config)
+    samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
+    heldout_samples, _ = encode_all(heldout_talks, target.tokenizer, config.data.max_length)
+    say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
+
+    drafter, covered = build_drafter(config, target, samples)
+    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    say(
+        f"{config.method}: {trained / 1e6:.1f} M trained parameters; draft vocabulary {draft_vocab_text(drafter, covered)}"
+    )
+
+    if accelerator.is_main_process:
+        write_run_file(folder, config, argv, accelerator, samples, report, target)
+    accelerator.wait_for_everyone()
+    samples, states_of = states(config, target, drafter, samples, folder, "train", accelerator)
+    heldout_samples, heldout_states_of = states(
+        config, target, drafter, heldout_samples, folder, "heldout", accelerator
+    )
+    stream = Stream(
+        samples,
+        row_length=config.batch.row_length,
+        rows=config.batch.rows,
+        accumulate=config.batch.accumulate,
+        seed=config.seed,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+    )
+    prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
+
+    summary = train(
+        config,
+        accelerator,
+        drafter,
+        stream,
+        states_of,
+        folder,
+        heldout=[collate([sample], config.seed) for sample in heldout_samples],
+        heldout_states_of=heldout_states_of,
+        probe=speculative_probe(target, prompts, config) if prompts else None,
+    )
+    if summary.signal:
+        say(
+            f"stopped by signal {summary.signal}, saved at step {summary.state.step}; the same command goes on from there"
+        )
+        return 128 + summary.signal
+    if not summary.state.done:
+        say(f"stopped at step {summary.state.step} (budget.stop_at); the same command goes on from there")
+        return 0
+    if accelerator.is_main_process:
+        place = write_export(drafter, target, folder, config, argv, samples, summary)
+        say(f"export: {place}\nnext: draftsmith evaluate --model {place}")
+    accelerator.wait_for_everyone()
+    return 0
+
+
+def refuse_other_run(folder: Path, config: TrainConfig) -> None:
+    """Refuse a run folder that cannot be continued, before anything is loaded or written."""
+    newest, _ = checkpoint.newest(folder / "checkpoints")
+    if newest is None:
+        return
+    if config.resume == "never":
+        raise ValueError(f"{folder} holds {newest.name} and resume=never: choose another `run` folder, or resume=auto")
+    _, before = checkpoint.read_state(newest)
+    if changed := differing(before, config):
+        raise ValueError(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another `run` folder"
+        )
+
+
+def conversations(config: TrainConfig) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, held out). The shipped set has a split of its own; of any other source every tenth conversation is
+    held out, at most `evaluate.conversations` of them."""
+    talks = load_conversations(config.data)
+    wanted = config.evaluate.conversations
+    if config.data.source == "shipped":
+        held = load_conversations(dataclasses.replace(config.data, split="heldout", limit=None))
+        step = max(len(held) // max(wanted, 1), 1)  # spread over the categories
+        return talks, held[::step][:wanted]
+    held = talks[::10][:wanted] if len(talks) >= 20 else []
+    names = {id(t) for t in held}
+    return [t for t in talks if id(t) not in names], held
+
+
+def build_drafter(config: TrainConfig, target: Target, samples: Sequence[Sample]) -> tuple[Any, float]:
+    """The drafter in fp32, started from the target or from a head, and the share of supervised tokens it can say."""
+    counts_V = count_supervised(samples, target.facts.vocab)
+    if config.init_from is not None:
+        drafter: Any = load_drafter(config.init_from, target).float().requires_grad_(True)  # type: ignore[attr-defined]
+        if drafter.method != config.method:
+            raise ValueError(
+                f"init_from={config.init_from!r} is a {drafter.method} head, the recipe trains {config.method}"
+            )
+        if config.draft_vocab is not None and (drafter.d2t_W is None or len(drafter.d2t_W) != config.draft_vocab):
+            has = "all tokens" if drafter.d2t_W is None else f"{len(drafter.d2t_W)} rows"
+            raise ValueError(
+                f"draft_vocab={config.draft_vocab}, but the head in init_from keeps its own mapping ({has})"
+            )
+        return drafter, coverage(counts_V, drafter.d2t_W)
+    draft_ids_W = None
+    if config.draft_vocab is not None:
+        facts = target.facts
+        draft_ids_W = choose_draft_ids(counts_V, config.draft_vocab, always=facts.eos_ids, allowed=facts.tokens)
+    drafter = METHODS[config.method](config.drafter, target.facts, draft_ids_W)
+    drafter.init_from_target(target)
+    return drafter.float(), coverage(counts_V, draft_ids_W)
+
+
+def states(
+    config: TrainConfig,
+    target: Target,
+    drafter: Any,
+    samples: list[Sample],
+    folder: Path,
+    split: str,
+    accelerator: Accelerator,
+) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
+    """The usable samples, and a function that gives the target's states of a batch of them."""
+    needs_last = bool({"last_hidden", "teacher"} & drafter.loss_needs)
+    if config.states.source == "captured" and samples:
+        place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
+        store = capture(
+            target,
+            samples,
+            place / split,
+            taps=drafter.taps,
+            need_last_hidden=needs_last,
+            batch_tokens=config.states.batch_tokens,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+        )
+
+        def stored(batch: Batch) -> TargetOut:
+            return dataclasses.replace(store.fill(batch), head=target.head, embed=target.embed)
+
+        return store.usable(samples), stored
+
+    def live(batch: Batch) -> TargetOut:
+        see_BTT = document_mask(batch.samples_BT)
+        out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
+        last_hidden_BTD = out.last_hidden_BTD if needs_last else None
+        return TargetOut(out.taps_BTPD, last_hidden_BTD, head=target.head, embed=target.embed)
+
+    return samples, live
+
+
+def speculative_probe(
+    target: Target, prompts: list[list[int]], config: TrainConfig
+) -> Callable[[Any, Callable[[], bool]], dict[str, float]]:
+    """A real greedy speculative run on held-out prompts, in the dtype of the export: committed tokens per verification."""
+    params = SamplingParams(max_new_tokens=config.evaluate.probe_tokens)
+
+    def probe(drafter: Any, stopped: Callable[[], bool]) -> dict[str, float]:
+        served = copy.deepcopy(drafter, {id(target): target}).to(target.dtype).eval().requires_grad_(False)
+        served.bind(target)
+        k = min(config.evaluate.probe_k, drafter.max_depth or config.evaluate.probe_k)
+        committed, verifies = 0, 0
+        for ids in prompts:
+            if stopped():
+                return {}
+            (result,) = generate(target, [ids], params, drafter=served, decode=DecodeConfig(k=k))
+            committed += result.stats.committed - 1  # the first token comes from the prompt's own pass
+            verifies += result.stats.verifies
+        return {"tau": committed / verifies, "k": k, "verifies": verifies} if verifies else {}
+
+    return probe
+
+
+def write_export(
+    drafter: Any,
+    target: Target,
+    folder: Path,
+    config: TrainConfig,
+    argv: Sequence[str],
+    samples: Sequence[Sample],
+    summary: Summary,
+) -> Path:
+    """`export/` of the run, with what training estimated for `draftsmith evaluate` to be held against."""
+    state, heldout = summary.state, summary.heldout or last_heldout(folder)
+    alpha = [heldout[name] for name in sorted(heldout) if name.startswith("accept_") and name[7:].isdigit()]
+    estimated = {"k": len(alpha), "tau": heldout["tau"], "alpha": alpha} if "tau" in heldout else None
+    facts = RunFacts(
+        config=dataclasses.asdict(config),
+        command=command(argv),
+        versions=versions(),
+        data={"source": config.data.source, "samples": len(samples), "tokens": sum(map(len, samples))}
+        | {"fingerprint": data_fingerprint(samples)},
+        training={"steps": state.step, "tokens": state.tokens, "minutes": round(state.seconds / 60, 2)}
+        | {"skipped_steps": state.skipped, "heldout": heldout, "probe": summary.probe},
+        train_length=config.data.max_length,
+        estimated=estimated,
+    )
+    return export(drafter, folder / "export", run=facts, target=target)
+
+
+def last_heldout(folder: Path) -> dict[str, float]:
+    """The last held-out figures of a run's log (a launch that finds nothing left to do has none of its own)."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [line for line in lines if line["kind"] == "heldout"]
+    return {k: v for k, v in found[-1].items() if k not in ("kind", "step")} if found else {}
+
+
+def write_run_file(
+    folder: Path,
+    config: TrainConfig,
+    argv: Sequence[str],
+    accelerator: Accelerator,
+    samples: Sequence[Sample],
+    report: Any,
+    target: Target,
+) -> None:
+    """`run.yaml`: everything that decides the run, without local paths or secrets."""
+    facts = {
+        "command": command(argv),
+        "config": dataclasses.asdict(config),
+        "versions": versions(),
+        "git": git_state(),
+        "target": {"fingerprint": target.facts.fingerprint, "revision": target.facts.revision},
+        "data": {"fingerprint": data_fingerprint(samples), "report": str(report)},
+        "machine": {
+            "processes": accelerator.num_processes,
+            "engine": accelerator.distributed_type.value,
+            "threads": torch.get_num_threads(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        },
+        "deterministic": config.deterministic,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(scrub_values(json.loads(json.dumps(facts))), sort_keys=False)
+    (folder / "run.yaml").write_text(text)
+
+
+def command(argv: Sequence[str]) -> str:
+    return " ".join(["train/distill_draft.py", *argv])
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of this checkout and whether it is changed; empty outside of one."""
+    try:
+        root = Path(__file__).resolve().parent
+        run = [
+            subprocess.run(["git", "-C", str(root), *a], capture_output=True, text=True, check=True, timeout=10)
+            for a in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        ]
+        return {"commit": run[0].stdout.strip(), "changed": bool(run[1].stdout.strip())}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def draft_vocab_text(drafter: Any, covered: float) -> str:
+    rows = "all tokens" if drafter.d2t_W is None else f"{len(drafter.d2t_W)} rows"
+    return f"{rows}, covers {covered:.2%} of the supervised tokens"
+
+
+def _silent(*_: Any) -> None:
+    """What processes other than the main one print."""
+
+
+if __name__ == "__main__":
+    code = guarded(main)
+    sys.stdout.flush()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.exit(code)

@@ -1,0 +1,177 @@
+"""Processes: one, several by DDP, or several by DeepSpeed ZeRO, through accelerate.
+
+What this file adds to accelerate is refusal: several launchers start one process, or several that do not know of each
+other, without an error. Gradients are summed over processes and micro-batches here, whatever the engine averages.
+Tests: `pytest tests/test_distributed.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from torch import Tensor, nn
+
+from ..configs.training import TrainConfig
+
+
+def start(config: TrainConfig) -> Accelerator:
+    """The accelerator of this launch.
+
+    Raises ValueError when the processes that take part are not those that were asked for, by the launcher
+    (WORLD_SIZE), by `launch.sh` (DRAFTSMITH_PROCESSES) or by the recipe (`processes`), or when a DeepSpeed file
+    contradicts the recipe.
+    """
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
+    cpu = not torch.cuda.is_available()
+    if cpu:
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    # With DeepSpeed, cpu=True (or ACCELERATE_USE_CPU) would silently turn DeepSpeed off.
+    if deepspeed and os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
+        raise ValueError(
+            "ACCELERATE_USE_CPU=true switches DeepSpeed off: unset it (DS_ACCELERATOR=cpu is what is needed)"
+        )
+    accelerator = Accelerator(
+        cpu=cpu and not deepspeed,
+        kwargs_handlers=handlers,
+        log_with=list(config.log.trackers) or None,
+        project_dir=config.run if config.log.trackers else None,
+    )
+    asked = {
+        "WORLD_SIZE": os.environ.get("WORLD_SIZE"),
+        "launch.sh (DRAFTSMITH_PROCESSES)": os.environ.get("DRAFTSMITH_PROCESSES"),
+        "processes": config.processes,
+    }
+    for who, count in asked.items():
+        if count and int(count) != accelerator.num_processes:
+            raise ValueError(
+                f"{who} asks for {count} processes, {accelerator.num_processes} take part: "
+                "on CPUs start several with ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N"
+            )
+    if deepspeed and not is_deepspeed(accelerator):
+        raise ValueError("the launcher asked for DeepSpeed, accelerate did not start it")
+    if is_deepspeed(accelerator):
+        _fill_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    return accelerator
+
+
+def is_deepspeed(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def _fill_deepspeed(settings: dict[str, Any], config: TrainConfig) -> None:
+    """The recipe is the one source of batch size, accumulation and clipping: a DeepSpeed file says the same or `auto`."""
+    wanted = {
+        "gradient_accumulation_steps": config.batch.accumulate,
+        "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: rows are dealt out by the stream
+        "gradient_clipping": config.optim.clip,
+    }
+    keys = {"gradient_accumulation_steps": "batch.accumulate", "gradient_clipping": "optim.clip"}
+    for name, value in wanted.items():
+        said = settings.get(name, "auto")
+        if said != "auto" and said != value and name in keys:
+            raise ValueError(
+                f"the DeepSpeed file says {name}={said!r}, the recipe {keys[name]}={value!r}: write 'auto' there"
+            )
+        settings[name] = value
+    for section in ("optimizer", "scheduler"):
+        if section in settings:
+            raise ValueError(f"the DeepSpeed file has a section {section!r}: the recipe's `optim` decides, remove it")
+    if any(settings.get(p, {}).get("enabled") not in (None, False, "auto") for p in ("bf16", "fp16")):
+        raise ValueError("the DeepSpeed file enables bf16 or fp16: the drafter keeps fp32 masters under bf16 autocast")
+    for precision in ("bf16", "fp16"):
+        settings[precision] = {"enabled": False}
+    if config.optim.name == "muon":
+        raise ValueError("optim.name=muon runs without DeepSpeed only: its update needs whole matrices, ZeRO cuts them")
+
+
+def wrap(
+    accelerator: Accelerator, model: nn.Module, optimisers: list[torch.optim.Optimizer]
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """The model as the engine wants it, and the optimisers whose groups carry the learning rate."""
+    if is_deepspeed(accelerator):
+        (optimiser,) = optimisers
+        wrapped, prepared = accelerator.prepare(model, optimiser)
+        return wrapped, [prepared]
+    return accelerator.prepare_model(model, evaluation_mode=False), optimisers
+
+
+def total(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
+    """Sum of each value over all processes, in float64."""
+    if accelerator.num_processes == 1:
+        return [float(v) for v in values]
+    summed = torch.tensor(list(values), dtype=torch.float64, device=accelerator.device)
+    torch.distributed.all_reduce(summed)
+    return summed.tolist()
+
+
+def total_pairs(accelerator: Accelerator, pairs: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Sum (sum, count) pairs over all processes; a name that some process lacks counts as (0, 0) there."""
+    if accelerator.num_processes == 1:
+        return pairs
+    everyone: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(everyone, pairs)
+    names = sorted({name for one in everyone for name in one})
+    zero = (0.0, 0.0)
+    return {
+        n: (sum(one.get(n, zero)[0] for one in everyone), sum(one.get(n, zero)[1] for one in everyone)) for n in names
+    }
+
+
+def union(accelerator: Accelerator, ids: list[int]) -> list[int]:
+    """The distinct ids of all processes, sorted."""
+    everyone: list[Any] = [ids]
+    if accelerator.num_processes > 1:
+        everyone = [None] * accelerator.num_processes
+        torch.distributed.all_gather_object(everyone, ids)
+    return sorted({i for one in everyone for i in one})
+
+
+def backward(accelerator: Accelerator, model: Any, loss: Tensor, last: bool) -> None:
+    """Add this micro-batch's gradients. `loss` is this process's part of the loss of the whole optimiser step; DDP and
+    DeepSpeed divide by the number of processes, which is undone here."""
+    loss = loss * accelerator.num_processes
+    if is_deepspeed(accelerator):
+        model.set_gradient_accumulation_boundary(is_boundary=last)
+        model.backward(loss, scale_wrt_gas=False)
+    else:
+        loss.backward()
+
+
+def step(accelerator: Accelerator, model: Any, optimisers: list[torch.optim.Optimizer], clip: float) -> float:
+    """Clip, update, forget the gradients. Returns the gradient norm before clipping; when it is not finite, nothing is
+    updated (DeepSpeed's own check apart)."""
+    if is_deepspeed(accelerator):
+        model.step()
+        return float(model.get_global_grad_norm() or 0.0)
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")))
+    if norm == norm and norm != float("inf"):
+        for optimiser in optimisers:
+            optimiser.step()
+    discard(accelerator, model, optimisers)
+    return norm
+
+
+def discard(accelerator: Accelerator, model: Any, optimisers: list[torch.optim.Optimizer]) -> None:
+    """Forget the gradients of a window that is skipped or interrupted."""
+    if is_deepspeed(accelerator):
+        zero = model.optimizer
+        zero.zero_grad(set_to_none=True)
+        for held in (zero.averaged_gradients, zero.all_grad_tensors):
+            for group in held:
+                held[group] = None
+        return
+    for optimiser in optimisers:
+        optimiser.zero_grad(set_to_none=True)
+
+
+def run_folder(config: TrainConfig) -> Path:
+    return Path(config.run).expanduser()

@@ -1,0 +1,382 @@
+"""The training loop: one function, in the order in which things happen.
+
+Methods differ in their `loss`, not here. What the loop owes them (models/drafter.py): counts of the whole optimiser
+step, over processes and micro-batches, before any loss; sums divided by those counts; the engine's own averaging undone.
+So one process, two, accumulation 1x4 or 4x1 give the same update. A resume is exact to the bit (train/checkpoint.py).
+Tests: `pytest tests/test_train.py tests/test_resume.py tests/test_distributed.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..configs.training import BudgetConfig, TrainConfig, differing
+from ..data.batch import Batch, TargetOut
+from . import checkpoint, engine
+from .checkpoint import State
+from .optimiser import lr_factor, make_optimisers, set_lr
+from .runlog import RunLog, duration
+from .stream import Stream, sample_ids
+
+SPIKE = 5.0  # a step whose loss exceeds this multiple of the running median is skipped
+MEDIAN_OF = 101  # steps in the running median
+MEDIAN_FROM = 20  # steps before it is trusted
+MAX_SKIPS = 20  # skips in a row that end the run
+
+
+class LossModule(nn.Module):
+    """A drafter's loss as a module's `forward`: what DDP and DeepSpeed wrap.
+
+    Every trained parameter takes part in every backward, with weight zero where the batch has nothing for it: a
+    process without a supervised token must not leave the others waiting for its gradients.
+    """
+
+    def __init__(self, drafter: nn.Module, precision: str, device: torch.device) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+    def forward(
+        self, batch: Batch, target_out: TargetOut, progress: float, counts: dict[str, float]
+    ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """(this batch's part of the loss of the whole step, metrics as (sum, count)). A term whose count is zero in
+        the whole step is left out."""
+        with self.autocast:
+            terms = self.drafter.loss(batch, target_out, progress)  # type: ignore[operator]
+        missing = terms.losses.keys() - counts.keys()
+        if missing:
+            raise ValueError(f"loss terms {sorted(missing)} have no entry in `denominators`")
+        parts = [value.float() / counts[name] for name, value in terms.losses.items() if counts[name] > 0]
+        touch = sum(p.sum() * 0.0 for p in self.drafter.parameters() if p.requires_grad)
+        loss = sum(parts, start=touch)
+        assert isinstance(loss, Tensor)
+        return loss, terms.metrics
+
+
+class Stop:
+    """SIGTERM and Ctrl-C as a flag that the loop reads; a second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+
+
+@dataclass
+class Summary:
+    """How a launch ended."""
+
+    state: State
+    signal: int = 0  # the signal that stopped it, 0 = none
+    heldout: dict[str, float] | None = None  # last held-out figures
+    probe: dict[str, float] | None = None
+
+
+def train(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    drafter: nn.Module,
+    stream: Stream,
+    states_of: Callable[[Batch], TargetOut],
+    folder: Path,
+    *,
+    heldout: Sequence[Batch] = (),
+    heldout_states_of: Callable[[Batch], TargetOut] | None = None,
+    probe: Callable[[nn.Module, Callable[[], bool]], dict[str, float]] | None = None,
+) -> Summary:
+    """Train `drafter` until the budget is used, a signal comes, or too many steps in a row had to be skipped.
+
+    `states_of` gives the target's states of a batch. `heldout`: batches of held-out conversations, the same list in
+    every process. `probe(drafter, stop)`: a real speculative run, on the main process. Every process calls this.
+    Raises ValueError when the run folder holds a run with other settings, RuntimeError after MAX_SKIPS skips in a row.
+    """
+    device = accelerator.device
+
+    # 1. The drafter as the engine wants it.
+    drafter.to(device).train()
+    module = LossModule(drafter, config.precision, device)
+    model, optimisers = engine.wrap(accelerator, module, make_optimisers(drafter, config.optim))
+
+    # 2. Where the run stands.
+    state, settings = State(), asdict(config)
+    start, damaged = checkpoint.newest(folder / "checkpoints")
+    if start is not None:
+        state, before = checkpoint.read_state(start)
+        if changed := differing(before, config):
+            raise ValueError(
+                f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another `run` folder"
+            )
+        checkpoint.load(start, drafter, optimisers, accelerator)
+        state.done = False
+    total_steps = config.budget.steps or (stream.steps(config.budget.epochs) if config.budget.epochs else None)
+
+    def save() -> None:
+        checkpoint.save(folder / "checkpoints", state, settings, drafter, optimisers, accelerator, config.save.keep)
+
+    summary = Summary(state)
+    last_save, rate = time.monotonic(), 0.0
+    logged: dict[str, tuple[float, float]] = {}
+    with RunLog(folder, config, accelerator, state.step) as log, Stop() as stop:
+        for name in damaged:
+            log.write("note", state.step, {"damaged": name}, f"checkpoint {name} is incomplete or damaged, passed over")
+        if start is not None:
+            log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
+
+        while True:
+            # 3. The window of this step; its counts over all processes, before any loss.
+            began = time.monotonic()
+            if state.window >= stream.windows(state.epoch):
+                state.epoch, state.window = state.epoch + 1, 0
+            used = budget_used(config.budget, state, total_steps)
+            state.done = used >= 1.0
+            stop_here = config.budget.stop_at is not None and state.step >= config.budget.stop_at
+            batches = [b.to(device) for b in stream.window(state.epoch, state.window)]
+            local = [drafter.denominators(b, min(used, 1.0)) for b in batches]  # type: ignore[operator]
+            names = sorted(local[0])
+            save_due = accelerator.is_main_process and time.monotonic() - last_save > config.save.minutes * 60
+            sums = engine.total(
+                accelerator,
+                [
+                    *(sum(one[name] for one in local) for name in names),
+                    sum(int((b.samples_BT >= 0).sum()) for b in batches),
+                    float(stop.signal),
+                    float(save_due),
+                ],
+            )
+            counts, (tokens, stopped, due) = dict(zip(names, sums[:-3], strict=True)), sums[-3:]
+
+            # 4. Save at rest: between steps, where a few integers say all. The end of the budget always saves.
+            ending = bool(stopped) or state.done or stop_here
+            if (
+                ending
+                or due
+                or (state.step and state.step % config.save.steps == 0 and state.step != _saved_step(start, state))
+            ):
+                save()
+                start, last_save = folder / f"checkpoints/step-{state.step:08d}", time.monotonic()
+            if ending:
+                summary.signal = stop.signal or (signal.SIGTERM if stopped else 0)
+                break
+
+            # 5. Learning rate of this step: by the share of the budget that will be used once it is done.
+            used_after = budget_used(config.budget, state, total_steps, 1, int(tokens), rate)
+            lr = set_lr(optimisers, lr_factor(used_after, config.optim))
+
+            # 6. Forward and backward of every micro-batch. A loss that is not finite, or far above what the run is
+            #    used to, skips the whole step; a signal ends it (the window is repeated after the resume).
+            loss, metrics, bad = 0.0, dict[str, tuple[float, float]](), None
+            if not any(counts.values()):
+                bad = "no supervised token"
+            for i, batch in enumerate(batches):
+                if bad:
+                    break
+                last = i == len(batches) - 1
+                with torch.no_grad():
+                    target_out = states_of(batch)
+                with accelerator.no_sync(model) if not last else nullcontext():
+                    part, pairs = model(batch, target_out, min(used, 1.0), counts)
+                    share, stopped = engine.total(accelerator, [float(part.detach()), float(stop.signal)])
+                    loss += share
+                    bad = "stopped" if stopped else wrong(loss, state)
+                    if not bad:
+                        engine.backward(accelerator, model, part, last)
+                for name, (value, count) in pairs.items():
+                    before_value, before_count = metrics.get(name, (0.0, 0.0))
+                    metrics[name] = (before_value + float(value), before_count + float(count))
+
+            # 7. Update, or skip: count it, name its samples, and give up when nothing else comes.
+            if bad == "stopped":
+                engine.discard(accelerator, model, optimisers)
+                continue
+            state.window += 1
+            state.tokens += int(tokens)
+            norm = 0.0
+            if not bad:
+                norm = engine.step(accelerator, model, optimisers, config.optim.clip)
+                bad = None if math.isfinite(norm) else f"gradient norm {norm}"
+            if bad:
+                engine.discard(accelerator, model, optimisers)
+                skip(state, bad, engine.union(accelerator, sample_ids(batches)), log)
+                continue
+            state.step += 1
+            state.skipped_in_a_row, state.skipped_samples = 0, []
+            state.losses = [*state.losses[-(MEDIAN_OF - 1) :], loss]
+            if len(state.losses) == MEDIAN_FROM and state.first_median is None:
+                state.first_median = statistics.median(state.losses)
+            (rate,) = engine.total(accelerator, [time.monotonic() - began if accelerator.is_main_process else 0.0])
+            state.seconds += rate  # the main process's clock decides: budgets must end everywhere in the same step
+
+            # 8. Say how it goes.
+            logged = {
+                n: tuple(map(sum, zip(logged.get(n, (0.0, 0.0)), v, strict=True))) for n, v in metrics.items()
+            } | {  # type: ignore[misc]
+                n: v for n, v in logged.items() if n not in metrics
+            }
+            now = budget_used(config.budget, state, total_steps)
+            left = state.seconds / now - state.seconds if now else math.inf
+            log.advance(now, f"step {state.step}  loss {loss:.3f}  {tokens / rate:.0f} tok/s  {duration(left)} left")
+            if state.step % config.log.every == 0 or state.step == 1:
+                figures = values(engine.total_pairs(accelerator, logged))
+                logged = {}
+                figures |= {"loss": loss, "lr": lr, "grad_norm": norm, "epoch": state.epoch, "tokens": state.tokens}
+                figures |= {"tokens_per_second": tokens / rate, "seconds": state.seconds, "skipped": state.skipped}
+                text = (
+                    f"step {state.step}  loss {loss:.4f}  lr {lr:.2e}  {tokens / rate:.0f} tok/s  {duration(left)} left"
+                )
+                log.write("train", state.step, figures, text if log.bar is None else None)
+
+            # 9. Held-out figures and the speculative probe.
+            ended = now >= 1.0
+            if heldout and (ended or state.step % config.evaluate.every == 0):
+                summary.heldout = (
+                    evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop) or summary.heldout
+                )
+                if summary.heldout and not stop.signal:
+                    log.write(
+                        "heldout", state.step, summary.heldout, f"step {state.step}  held out: {short(summary.heldout)}"
+                    )
+                    length = summary.heldout.get("run_length")
+                    if length is not None and (state.best is None or length > state.best):
+                        state.best, state.best_step = length, state.step
+                        save()
+                        start, last_save = folder / f"checkpoints/step-{state.step:08d}", time.monotonic()
+            probe_every = config.evaluate.probe_every
+            if probe is not None and (ended or (probe_every and state.step % probe_every == 0)):
+                if accelerator.is_main_process:
+                    summary.probe = probe(drafter, lambda: bool(stop.signal)) or summary.probe
+                    drafter.train()
+                    if summary.probe and not stop.signal:
+                        log.write(
+                            "probe", state.step, summary.probe, f"step {state.step}  probe: {short(summary.probe)}"
+                        )
+                accelerator.wait_for_everyone()
+    return summary
+
+
+def budget_used(
+    budget: BudgetConfig, state: State, total_steps: int | None, steps: int = 0, tokens: int = 0, seconds: float = 0.0
+) -> float:
+    """Share of the budget that is used (may exceed 1), once `steps`, `tokens`, `seconds` more are spent."""
+    if total_steps is not None:
+        return (state.step + state.skipped + steps) / total_steps
+    if budget.tokens is not None:
+        return (state.tokens + tokens) / budget.tokens
+    assert budget.minutes is not None
+    return (state.seconds + seconds) / (60 * budget.minutes)
+
+
+def wrong(loss: float, state: State) -> str | None:
+    """Why a step with this (so far summed) loss must be skipped, or None.
+
+    The median is of the last MEDIAN_OF steps, held above 2 % of the run's first one: near zero, noise is not a spike.
+    """
+    if not math.isfinite(loss):
+        return f"loss {loss}"
+    if len(state.losses) < MEDIAN_FROM:
+        return None
+    usual = max(statistics.median(state.losses), 0.02 * (state.first_median or 0.0))
+    return f"loss {loss:.4g} is above {SPIKE:g} x the running median {usual:.4g}" if loss > SPIKE * usual else None
+
+
+def skip(state: State, why: str, samples: list[int], log: RunLog) -> None:
+    """Count and name a skipped step. Raises RuntimeError after MAX_SKIPS in a row."""
+    state.skipped += 1
+    state.skipped_in_a_row += 1
+    state.skipped_samples = [*state.skipped_samples, *samples]
+    log.write(
+        "skip",
+        state.step,
+        {"why": why, "samples": samples, "skipped": state.skipped},
+        f"skipped a step: {why}; samples {samples}",
+    )
+    if state.skipped_in_a_row >= MAX_SKIPS:
+        raise RuntimeError(
+            f"{MAX_SKIPS} steps in a row were skipped (last: {why}); their samples: {sorted(set(state.skipped_samples))}. "
+            "Look at them with `draftsmith masks`, lower optim.lr, or go on from an earlier checkpoint"
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    module: LossModule,
+    batches: Sequence[Batch],
+    states_of: Callable[[Batch], TargetOut],
+    accelerator: Accelerator,
+    stop: Stop,
+) -> dict[str, float]:
+    """Held-out metrics, teacher-forced, summed over processes; each batch is one conversation.
+
+    `run_length` (mean leading run of accepted drafts) gets a 90 % interval by bootstrap over conversations, and
+    `tau` = 1 + run_length is what a chain would commit per verification.
+    """
+    module.drafter.eval()
+    mine = {}
+    for i in range(accelerator.process_index, len(batches), accelerator.num_processes):
+        if stop.signal:
+            break
+        batch = batches[i].to(accelerator.device)
+        counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]
+        _, metrics = module(batch, states_of(batch), 1.0, counts)
+        mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
+    module.drafter.train()
+    everything = engine.total_pairs(accelerator, mine)
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for key, pair in sorted(everything.items()):
+        by_name.setdefault(key.split(" ", 1)[1], []).append(pair)
+    figures = values({n: (sum(v for v, _ in pairs), sum(c for _, c in pairs)) for n, pairs in by_name.items()})
+    if "run_length" in figures:
+        low, high = interval(by_name["run_length"])
+        figures |= {"run_length_low": low, "run_length_high": high, "tau": 1 + figures["run_length"]}
+    return figures
+
+
+def interval(pairs: Sequence[tuple[float, float]], resamples: int = 500) -> tuple[float, float]:
+    """90 % bootstrap interval of sum(values) / sum(counts) over the pairs; its draws are fixed."""
+    pairs_N2 = torch.tensor(pairs, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    drawn = pairs_N2[torch.randint(len(pairs), (resamples, len(pairs)), generator=generator)].sum(1)
+    ratios = drawn[:, 0] / drawn[:, 1].clamp(min=1e-9)
+    low, high = torch.quantile(ratios, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def values(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """sum / count of each metric that has a count."""
+    return {name: value / count for name, (value, count) in pairs.items() if count > 0}
+
+
+def short(figures: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+
+
+def _saved_step(start: Path | None, state: State) -> int:
+    return int(start.name.removeprefix("step-")) if start is not None else -1

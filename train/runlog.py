@@ -1,0 +1,106 @@
+"""Where a run's numbers go: `metrics.jsonl` always, a progress bar, and wandb or TensorBoard by choice.
+
+A line of `metrics.jsonl` is one JSON object with `kind` (train, heldout, probe, skip, note), `step`, and its figures.
+After a resume, lines beyond the checkpoint's step are dropped, so that every step appears once.
+Tests: `pytest tests/test_train.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..configs.training import TrainConfig
+
+
+class RunLog:
+    """The log of one launch; a context manager. Only the main process writes."""
+
+    def __init__(self, folder: Path, config: TrainConfig, accelerator: Accelerator, step: int) -> None:
+        self.main = accelerator.is_main_process
+        self.accelerator = accelerator
+        self.path = folder / "metrics.jsonl"
+        self.console = Console(file=sys.stderr, soft_wrap=True)
+        self.bar: Progress | None = None
+        if self.main:
+            _drop_beyond(self.path, step)
+            if config.log.trackers:
+                accelerator.init_trackers(config.log.project, config={"method": config.method, "seed": config.seed})
+            if config.log.progress and self.console.is_terminal:
+                columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[facts]}"))
+                self.bar = Progress(*columns, TimeElapsedColumn(), console=self.console)
+                self.task = self.bar.add_task(config.method, total=1.0, facts="")
+        self.trackers = bool(config.log.trackers)
+
+    def __enter__(self) -> RunLog:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar:
+            self.bar.stop()
+        if self.main and self.trackers:
+            self.accelerator.end_training()
+
+    def write(self, kind: str, step: int, figures: Mapping[str, Any], say: str | None = None) -> None:
+        """Append one line; `say` also goes to the terminal."""
+        if not self.main:
+            return
+        line = {"kind": kind, "step": step} | {k: _finite(v) for k, v in figures.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.trackers:
+            numbers = {f"{kind}/{k}": v for k, v in figures.items() if isinstance(v, (int, float))}
+            self.accelerator.log(numbers, step=step)
+        if say:
+            self.say(say)
+
+    def say(self, text: str) -> None:
+        if self.main:
+            self.console.print(text, markup=False, highlight=False)
+
+    def advance(self, progress: float, facts: str) -> None:
+        """Move the bar to `progress` in [0, 1]."""
+        if self.bar:
+            self.bar.update(self.task, completed=progress, facts=facts)
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_beyond(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue  # cut off by a kill
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
