@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
 from .target import Target
@@ -157,8 +156,8 @@ def tiny_target(
         "pad_token_id": None,
     }
     if family == "gemma3_text" and rope is None:
-        kinds = {"full_attention": 1e6, "sliding_attention": 1e4}
-        settings["rope_parameters"] = {k: {"rope_type": "default", "rope_theta": v} for k, v in kinds.items()}
+        bases = {"full_attention": 1e6, "sliding_attention": 1e4}
+        settings["rope_parameters"] = {k: {"rope_type": "default", "rope_theta": v} for k, v in bases.items()}
     if family != "phi3":  # which has no such setting
         settings["head_dim"] = head_dim or width // heads
     if family in ("gemma3_text", "qwen2", "qwen3"):
@@ -177,12 +176,12 @@ def tiny_target(
     return Target(model.to(dtype), tokenizer, "tiny")
 
 
-def _draw_weights(model: nn.Module, seed: int) -> None:
+def _draw_weights(model: Any, seed: int) -> None:
     """Unit embeddings, layers that add about as much to the stream as they read from it, and a head sharp enough that
     the next token depends on the text: greedy answers of a model with transformers' own initialisation repeat."""
     random = torch.Generator().manual_seed(seed)
-    embed = model.get_input_embeddings().weight  # type: ignore[operator]
-    head = model.get_output_embeddings().weight  # type: ignore[operator]
+    embed = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
             if weight is embed:
@@ -190,4 +189,4 @@ def _draw_weights(model: nn.Module, seed: int) -> None:
             elif weight.dim() == 2:
                 weight.normal_(0, (3.0 if weight is head else 1.5) * weight.shape[1] ** -0.5, generator=random)
             else:
-                weight += 0.1 * torch.randn(weight.shape, generator=random)
+                weight.add_(torch.randn(weight.shape, generator=random), alpha=0.1)

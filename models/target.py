@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,15 +58,17 @@ class Target(nn.Module):
     model is not one that can be run exactly, and when tokenizer and embedding do not fit.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, name: str, revision: str | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
         super().__init__()
-        config: Any = model.config
+        config = model.config
         check_supported(config)
-        self.model = model.requires_grad_(False)
+        self.model: Any = model.requires_grad_(False)
         self.tokenizer = tokenizer
         parts = find_parts(model, config)
         # In lists, so that the parts are not registered twice.
-        self._decoder, self._embed, self._head = [parts.decoder], [parts.embed], [parts.head]
+        self._decoder: list[Any] = [parts.decoder]
+        self._embed: list[Any] = [parts.embed]
+        self._head: list[Any] = [parts.head]
         self._tapped = [*parts.layers, parts.norm]
         self._windows = windows_of(config)
         self._family = family_of(config)
@@ -278,7 +280,7 @@ def load_target(
 
 def _from_pretrained(
     where: str, gguf: str | None, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
-) -> tuple[nn.Module, Any]:
+) -> tuple[Any, Any]:
     """Model and tokenizer by transformers, refusing what it would fill in silently."""
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     options: dict[str, Any] = dict(source)
@@ -305,7 +307,7 @@ def _from_pretrained(
             )
     options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     with _quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(where, **options)
+        model, info = cast(tuple[Any, dict[str, Any]], AutoModelForCausalLM.from_pretrained(where, **options))
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(str(key) for key in info.get(what, ()) if not re.search(_IGNORABLE, str(key)))
         if names:
@@ -362,16 +364,16 @@ def _probe(target: Target) -> None:
         )
 
 
-def _refuse_non_finite(model: nn.Module, name: str) -> None:
+def _refuse_non_finite(model: Any, name: str) -> None:
     for key, weight in model.named_parameters():
         if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"target {name!r}: tensor {key} holds NaN or infinity")
 
 
-def _facts(model: nn.Module, tokenizer: Any, name: str, revision: str | None) -> TargetFacts:
-    config: Any = model.config
+def _facts(model: Any, tokenizer: Any, name: str, revision: str | None) -> TargetFacts:
+    config = model.config
     family = family_of(config)
-    vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    vocab = model.get_input_embeddings().weight.shape[0]
     token_ids = tokenizer.get_vocab()
     tokens = max(token_ids.values()) + 1
     if tokens > vocab:
@@ -402,18 +404,18 @@ def _facts(model: nn.Module, tokenizer: Any, name: str, revision: str | None) ->
         activation=getattr(config, family.activation),
         rope=rope,
         max_positions=longest,
-        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,  # type: ignore[operator]
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         eos_ids=_eos_ids(model, tokenizer),
         tokenizer_hash=hashlib.sha256(json.dumps(sorted(token_ids.items())).encode()).hexdigest(),
     )
 
 
-def _eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every id that ends an answer: the tokenizer's, the config's and the generation config's."""
     found: set[int] = set()
     for owner in (tokenizer, model.config, getattr(model, "generation_config", None)):
         ids = getattr(owner, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, list) else {ids} - {None}
+        found |= set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
     return tuple(sorted(found))
 
 
@@ -431,11 +433,12 @@ _VOLATILE = {
 }  # fmt: skip
 
 
-def fingerprint(model: nn.Module) -> str:
+def fingerprint(model: Any) -> str:
     """sha256 (hex) over the settings that shape the computation, and every tensor's name, shape and 4096 values at
     even steps, rounded to bf16 so that one checkpoint has one fingerprint in every dtype it is loaded in."""
-    config: Any = model.config
-    settings = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE and value is not None}
+    settings = {
+        key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE and value is not None
+    }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for key, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
