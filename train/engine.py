@@ -30,9 +30,9 @@ def start(config: TrainConfig) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
     cpu = not torch.cuda.is_available()
-    if cpu:
+    # With DeepSpeed, cpu=True (or ACCELERATE_USE_CPU) would silently turn DeepSpeed off; the backend says it instead.
+    if deepspeed and cpu:
         handlers.append(InitProcessGroupKwargs(backend="gloo"))
-    # With DeepSpeed, cpu=True (or ACCELERATE_USE_CPU) would silently turn DeepSpeed off.
     if deepspeed and os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
         raise ValueError(
             "ACCELERATE_USE_CPU=true switches DeepSpeed off: unset it (DS_ACCELERATOR=cpu is what is needed)"
