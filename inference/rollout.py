@@ -1,0 +1,402 @@
+"""`draftsmith rollout`: let the target answer the prompts of a data set itself.
+
+Drafters learn best from text that the target would write. Every user turn is answered in order, earlier answers being
+the target's own; answers of the source are replaced. Each finished conversation is one line of the output, so a run
+that was interrupted goes on behind the last whole line. Answers cut at `max_new_tokens` are marked and counted (read
+them with `data.keep_truncated=false` to leave them out); empty answers are failures, not samples.
+
+    draftsmith rollout --data.source prompts.jsonl --out answers.jsonl
+    draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --endpoint http://127.0.0.1:8000/v1
+
+With `--endpoint` any OpenAI-compatible server answers; its texts are tokenised when they are read. Without, the ids are
+kept as they were generated. Tested by `pytest tests/test_rollout.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import httpx
+import torch
+from rich.console import Console
+
+from ..data.encode import Refused, prompt_ids
+from ..data.sources import Conversation, DataConfig, load_conversations
+from ..data.states import write_atomically
+from ..losses.probs import SamplingParams
+from ..models.target import Target, load_target
+from .progress import progress_bar
+from .speculate import DecodeConfig, generate
+
+RETRIES = 4
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Let the target answer the prompts of a data set."""
+
+    out: str
+    """File of the answers (.jsonl); if it exists, the run goes on behind its last whole line."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Whose prompts to answer."""
+    target: str = "smollm2"
+    """Hub id, local folder, GGUF file, `smollm2` or `tiny`."""
+    revision: str | None = None
+    """Commit or tag of a hub id."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision the target computes in."""
+    device: str = "auto"
+    """`cpu`, `cuda`, ...; `auto` = a GPU if there is one."""
+    max_new_tokens: int = 512
+    """Tokens of an answer; longer ones are cut, marked and counted."""
+    temperature: float = 0.0
+    """0 = greedy."""
+    top_p: float = 1.0
+    """Nucleus of the sampler."""
+    seed: int = 0
+    """With the conversation's id, the seed of each answer."""
+    batch_rows: int = 8
+    """Conversations decoded together, or requests in flight with an endpoint."""
+    endpoint: str | None = None
+    """Base URL of an OpenAI-compatible server (`http://127.0.0.1:8000/v1`) that answers instead."""
+    model: str | None = None
+    """The server's name of the model; null = the first that it lists."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the server's key."""
+    timeout: float = 600.0
+    """Seconds that one request may take."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model; needs a pinned 40-digit revision."""
+
+    def __post_init__(self) -> None:
+        if Path(self.out).suffix != ".jsonl":
+            raise ValueError(f"out = {self.out!r}: answers are written as .jsonl")
+        if self.batch_rows < 1:
+            raise ValueError(f"batch_rows = {self.batch_rows}: give a positive count")
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint = {self.endpoint!r}: give a URL, for example http://127.0.0.1:8000/v1")
+        self.params()
+
+    def params(self) -> SamplingParams:
+        """The sampler of an answer, without its seed."""
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: its text, the generated ids with their end of turn (None from a server), whether the limit cut it."""
+
+    text: str
+    truncated: bool
+    ids: list[int] | None = None
+    reasoning: str | None = None
+
+
+@dataclass
+class RolloutReport:
+    """Conversations by fate; `there` of the `answered` were in the file already, `truncated` are among them too."""
+
+    answered: int = 0
+    there: int = 0
+    truncated: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        failed = ", ".join(f"{n} ({reason})" for reason, n in self.failed.most_common()) or "0"
+        text = f"{self.answered} answered ({self.there} were there), {self.truncated} truncated, failed: {failed}"
+        return f"{text}; failed ones are tried again by the next run" if self.failed else text
+
+
+Answering = Callable[[list[Conversation]], list["Answer | str"]]
+"""Answers the last user turn of each conversation; a text is the reason why there is no answer."""
+
+
+def rollout(
+    target: Target,
+    conversations: Sequence[Conversation],
+    out_path: Path | str,
+    params: SamplingParams,
+    batch_rows: int = 8,
+    seed: int = 0,
+    progress: bool = True,
+) -> RolloutReport:
+    """Answer with a local target, `batch_rows` conversations at a time.
+
+    Raises:
+        ValueError: the file was written with another target or other settings, or nothing could be answered.
+    """
+    settings = {"target": target.facts.fingerprint, "seed": seed, **asdict(params)}
+
+    def answer(asked: list[Conversation]) -> list[Answer | str]:
+        prompts: list[list[int]] = []
+        results: list[Answer | str] = ["" for _ in asked]
+        rows: list[int] = []
+        for i, conv in enumerate(asked):
+            try:
+                prompt = prompt_ids(conv.messages, target.tokenizer)
+            except Refused as reason:
+                results[i] = str(reason)
+                continue
+            if len(prompt) + params.max_new_tokens > target.facts.max_positions:
+                results[i] = "prompt and answer exceed the target's positions"
+                continue
+            prompts.append(prompt)
+            rows.append(i)
+        seeded = [replace(params, seed=_seed(seed, asked[i])) for i in rows]
+        found = generate(target, prompts, seeded, decode=DecodeConfig(max_rows=batch_rows)) if prompts else []
+        for i, result in zip(rows, found, strict=True):
+            text = target.tokenizer.decode(result.ids, skip_special_tokens=True)
+            results[i] = Answer(text, result.stop_reason == "length", list(result.ids))
+        return results
+
+    return _run(conversations, Path(out_path), settings, answer, batch_rows, 1, progress)
+
+
+def rollout_endpoint(
+    endpoint: str,
+    conversations: Sequence[Conversation],
+    out_path: Path | str,
+    params: SamplingParams,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    in_flight: int = 8,
+    seed: int = 0,
+    timeout: float = 600.0,
+    progress: bool = True,
+) -> RolloutReport:
+    """Answer with an OpenAI-compatible server, `in_flight` requests at a time.
+
+    Raises:
+        ValueError: the server cannot be reached or refuses the key or the model, and as for `rollout`.
+    """
+    base = endpoint.rstrip("/").removesuffix("/chat/completions")
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    with httpx.Client(headers=headers, timeout=timeout) as client:
+        if model is None:
+            listed = _json(_request(client, "GET", f"{base}/models", None))
+            models = [m.get("id") for m in listed.get("data", [])] if isinstance(listed, dict) else []
+            if not models:
+                raise ValueError(f"{base} lists no model; name one (--model)")
+            model = str(models[0])
+        settings = {"endpoint": base, "model": model, "seed": seed, **asdict(params)}
+        body = {
+            "model": model,
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+        }
+
+        def answer(asked: list[Conversation]) -> list[Answer | str]:
+            return [_ask(client, base, {**body, "messages": c.messages, "seed": _seed(seed, c) >> 32}) for c in asked]
+
+        return _run(conversations, Path(out_path), settings, answer, 1, in_flight, progress)
+
+
+def run_rollout(cfg: RolloutConfig) -> None:
+    """The command."""
+    conversations = load_conversations(cfg.data)
+    if cfg.endpoint is not None:
+        if cfg.api_key_env is not None and not os.environ.get(cfg.api_key_env):
+            raise ValueError(f"api_key_env = {cfg.api_key_env!r}: this environment variable is not set")
+        report = rollout_endpoint(
+            cfg.endpoint,
+            conversations,
+            cfg.out,
+            cfg.params(),
+            model=cfg.model,
+            api_key=os.environ[cfg.api_key_env] if cfg.api_key_env else None,
+            in_flight=cfg.batch_rows,
+            seed=cfg.seed,
+            timeout=cfg.timeout,
+        )
+    else:
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+        target = load_target(
+            cfg.target, dtype=cfg.dtype, device=device, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+        )
+        report = rollout(target, conversations, cfg.out, cfg.params(), cfg.batch_rows, cfg.seed)
+    Console(highlight=False, soft_wrap=True).print(f"{cfg.out}: {report}", markup=False)
+
+
+def _run(
+    conversations: Sequence[Conversation],
+    out: Path,
+    settings: dict[str, Any],
+    answer: Answering,
+    rows: int,
+    threads: int,
+    progress: bool,
+) -> RolloutReport:
+    """Answer what is not in the file yet, groups of `rows` at a time on so many threads, a line per conversation."""
+    _check_settings(out, json.loads(json.dumps(settings)))
+    report = RolloutReport()
+    done = _resume(out, report)
+    todo = [c for c in conversations if c.id not in done]
+    groups = [todo[i : i + rows] for i in range(0, len(todo), rows)]
+    bar = progress_bar("answering", len(todo), progress and bool(todo), "conversations")
+    with out.open("a", encoding="utf-8") as file, bar, ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(_converse, group, answer) for group in groups]
+        try:
+            for future in as_completed(futures):
+                for conv in future.result():
+                    _write(conv, file, report)
+                    bar(1)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if conversations and not report.answered:
+        raise ValueError(f"no conversation could be answered: {report}")
+    return report
+
+
+def _converse(group: list[Conversation], answer: Answering) -> list[Conversation | str]:
+    """Answer every user turn of each conversation in order. A turn without an answer ends its conversation before it;
+    a truncated one ends it there. Without any answer the reason is returned."""
+    asks = [_asks(c) for c in group]
+    talks = [replace(c, messages=[], truncated=False, answer_ids=None) for c in group]
+    reasons = ["nothing to answer"] * len(group)
+    running = [i for i, turns in enumerate(asks) if turns]
+    turn = 0
+    while running:
+        asked = [replace(talks[i], messages=[*talks[i].messages, *asks[i][turn]]) for i in running]
+        for i, before, got in zip(list(running), asked, answer(asked), strict=True):
+            if isinstance(got, str) or not got.text.strip():
+                reasons[i] = got if isinstance(got, str) else "empty answer"
+                running.remove(i)
+                continue
+            message = {"role": "assistant", "content": got.text}
+            if got.reasoning:
+                message["reasoning_content"] = got.reasoning
+            messages = [*before.messages, message]
+            talks[i] = replace(talks[i], messages=messages, truncated=got.truncated, answer_ids=got.ids)
+            if got.truncated or turn + 1 == len(asks[i]):
+                running.remove(i)
+        turn += 1
+    return [talk if talk.messages else reason for talk, reason in zip(talks, reasons, strict=True)]
+
+
+def _asks(conv: Conversation) -> list[list[dict[str, Any]]]:
+    """What is said before each answer; none for conversations with tools, whose results fit the source's calls only."""
+    if any(m["role"] == "tool" or m.get("tool_calls") for m in conv.messages):
+        return []
+    turns: list[list[dict[str, Any]]] = []
+    said: list[dict[str, Any]] = []
+    for message in [*conv.messages, {"role": "assistant"}]:
+        if message["role"] != "assistant":
+            said.append(message)
+        elif any(m["role"] == "user" for m in said):
+            turns.append(said)
+            said = []
+    return turns
+
+
+def _seed(seed: int, conv: Conversation) -> int:
+    """Of 63 bits, from the run's seed, the conversation's id and the number of its turns so far."""
+    key = f"{seed}:{conv.id}:{len(conv.messages)}".encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+
+
+def _write(conv: Conversation | str, file: TextIO, report: RolloutReport) -> None:
+    if isinstance(conv, str):
+        report.failed[conv] += 1
+        return
+    record: dict[str, Any] = {"id": conv.id, "category": conv.category, "split": conv.split}
+    record |= {"messages": conv.messages, "truncated": conv.truncated}
+    if conv.answer_ids is not None:
+        record["ids"] = conv.answer_ids
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.flush()
+    report.answered += 1
+    report.truncated += conv.truncated
+
+
+def _check_settings(out: Path, settings: dict[str, Any]) -> None:
+    """Answers of two settings never mix in one file: they stand beside it, and the first that differs is named."""
+    beside = out.with_name(out.name + ".settings.json")
+    if out.exists() and out.stat().st_size:
+        try:
+            found = json.loads(beside.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            raise ValueError(
+                f"{out.name} exists, but {beside.name} does not say how it was made; choose another file"
+            ) from None
+        for name in sorted(found.keys() | settings.keys()):
+            if found.get(name) != settings.get(name):
+                raise ValueError(
+                    f"{out.name} was made with {name} = {found.get(name)!r}, this run has {settings.get(name)!r}; "
+                    "choose another file"
+                )
+    write_atomically(beside, lambda path: path.write_text(json.dumps(settings), encoding="utf-8"))
+
+
+def _resume(out: Path, report: RolloutReport) -> set[str]:
+    """Ids of the whole lines; what a killed run left behind them is cut off."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not out.exists():
+        return set()
+    content = out.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with out.open("rb+") as file:
+            file.truncate(whole)
+    records = [json.loads(line) for line in content[:whole].splitlines() if line.strip()]
+    report.answered = report.there = len(records)
+    report.truncated = sum(bool(r["truncated"]) for r in records)
+    return {r["id"] for r in records}
+
+
+def _ask(client: httpx.Client, base: str, body: dict[str, Any]) -> Answer | str:
+    response = _request(client, "POST", f"{base}/chat/completions", body)
+    if response.status_code >= 400:
+        return f"server answered {response.status_code}"
+    reply = _json(response)
+    try:
+        choice = reply["choices"][0]
+        message, reason = choice["message"], choice["finish_reason"]
+        text = message.get("content") or ""
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return "reply without choices"
+    if reason not in ("stop", "length"):
+        return f"finish_reason {reason!r}"
+    return Answer(text, reason == "length", reasoning=message.get("reasoning_content"))
+
+
+def _request(client: httpx.Client, method: str, url: str, body: dict[str, Any] | None) -> httpx.Response:
+    """One request; busy or failing servers are asked again. A wrong key, path or model ends the run."""
+    why = ""
+    for wait in _waits():
+        time.sleep(wait)
+        try:
+            response = client.request(method, url, json=body)
+        except httpx.HTTPError as error:
+            why = type(error).__name__
+            continue
+        if response.status_code in (401, 403, 404):
+            raise ValueError(f"{url} answered {response.status_code}: wrong key, path or model")
+        if response.status_code != 429 and response.status_code < 500:
+            return response
+        why = f"status {response.status_code}"
+    raise ValueError(f"{url} cannot be reached ({why}, {RETRIES} tries); the answers so far are kept, run again")
+
+
+def _waits() -> Iterator[float]:
+    yield 0.0
+    for attempt in range(RETRIES - 1):
+        yield 0.5 * 4**attempt
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except json.JSONDecodeError:
+        return None
