@@ -1,0 +1,18 @@
+"""Export forms, one file per method, and their table.
+
+To add one: a file with an `EXPORTER` (see `layout.py`), and its line here. Export, load, check, push and convert
+iterate over the table, and so do tests/test_export.py and tests/test_check.py.
+"""
+
+from .eagle import EXPORTER as EAGLE
+from .eagle3 import EXPORTER as EAGLE3
+from .hydra import EXPORTER as HYDRA
+from .layout import Exporter
+from .medusa import EXPORTER as MEDUSA
+
+EXPORTERS: dict[str, Exporter] = {
+    "medusa": MEDUSA,
+    "hydra": HYDRA,
+    "eagle": EAGLE,
+    "eagle3": EAGLE3,
+}

@@ -1,0 +1,217 @@
+"""`draftsmith check EXPORT`: replay stored positions, and compare with what the trainer's own drafter computed.
+
+An export keeps 32 positions of a few texts: the token ids, and the eight largest logits of every depth as the drafter
+that was being exported gave them, its weights rounded as the file holds them, in float32 on a float32 copy of the target
+(of the precision it was trained beside). A check loads everything afresh and does the same. It sees what acceptance
+hides: taps off by one, a lost norm, another RoPE base or mapping, or the wrong target.
+
+Tests: tests/test_check.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..models import METHODS
+from ..models.drafter import Commit, Drafter, Prefill
+from .exporters.folder import REPLAY, compare_slots, read_header, read_tensors
+from .exporters.layout import Slot
+from .load import build_drafter, load_state, read_export_config, refuse_other_target, resolve
+
+if TYPE_CHECKING:
+    from ..models.target import Target
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and then it sleeps in the warm sun until the evening comes.",
+    "def mean(values):\n    total = sum(values)\n    return total / len(values)\n\nprint(mean([1, 2, 3, 4]))\n",
+    "Question: what is 12 times 7? Answer: 12 times 7 is 84, because 10 times 7 is 70 and 2 times 7 is 14.",
+    "Water boils at 100 degrees Celsius at sea level; on a high mountain it boils at a lower temperature.",
+)
+LENGTH = 24  # tokens of each text
+POSITIONS = 32
+DEPTH = 4
+TOP = 8
+TOLERANCE = 1e-3  # of the largest logit; float32 on another machine differs by about 1e-6 of it
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """Replay an export's stored positions and compare with the trainer's logits.
+
+    Args:
+        export: the export folder, or a Hub id.
+        target: the target's name or folder; default: the one that the export names.
+        revision: of the export, when it is a Hub id.
+        dtype: float32 (100 % of the top tokens must agree) or bfloat16 (at least 98 %).
+        device: where to run.
+    """
+
+    export: str
+    target: str | None = None
+    revision: str | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Agreement of top tokens over the replayed (position, depth) pairs, and the largest difference of a stored logit
+    as a share of the largest logit."""
+
+    pairs: int
+    agreeing: int
+    difference: float
+
+
+def replay(drafter: Drafter, target: Target, ids_ST: Tensor, positions_R2: Tensor, depth: int) -> Tensor:
+    """Teacher-forced drafting logits through the runtime's own calls.
+
+    Args:
+        ids_ST: int64 token ids of S texts.
+        positions_R2: int64 pairs (text, t): state row t is known, token t + 1 is the anchor, deeper tokens are fed as
+            they stand in the text.
+
+    Returns:
+        fp32 [R, depth, V] logits over target ids, -inf outside the draft vocabulary.
+    """
+    at_ST = torch.arange(ids_ST.shape[1], device=target.device).expand_as(ids_ST)
+    states = target.forward(ids_ST.to(target.device), at_ST, taps=tuple(drafter.taps))
+    text_R, t_R = positions_R2.to(target.device).unbind(1)
+    ids_RT = ids_ST.to(target.device)[text_R]
+    rows = torch.arange(len(t_R), device=target.device)
+    commit = Commit(
+        ids_BT=ids_RT,
+        counts_B=t_R + 1,
+        positions_BT=at_ST[text_R],
+        anchor_B=ids_RT[rows, t_R + 1],
+        taps_BTPD=None if states.taps_BTPD is None else states.taps_BTPD[text_R],
+        last_hidden_BTD=states.last_hidden_BTD[text_R],
+    )
+    dtype = next(drafter.parameters()).dtype
+    state = drafter.init(Prefill(len(t_R), ids_ST.shape[1] + depth + 1, target.device, dtype))
+    state, level = drafter.start(state, commit)
+    logits_RKW = level.logits_BNW
+    for k in range(1, depth if drafter.parallel == 1 else 1):
+        tokens_R1 = ids_RT[rows, t_R + 1 + k][:, None]
+        state, level = drafter.extend(state, tokens_R1, torch.full_like(tokens_R1, k - 1))
+        logits_RKW = torch.cat([logits_RKW, level.logits_BNW], dim=1)
+    logits_RKW = logits_RKW[:, :depth].float()
+    if drafter.d2t_W is None:
+        return logits_RKW
+    full_RKV = torch.full((*logits_RKW.shape[:2], drafter.facts.vocab), -torch.inf, device=logits_RKW.device)
+    return full_RKV.index_copy(2, drafter.d2t_W.to(full_RKV.device), logits_RKW)
+
+
+def float32_target(target: Target) -> Target:
+    """The target itself, or a float32 copy (exact: every value of a half type is a float32 value)."""
+    if target.dtype == torch.float32:
+        return target
+    model = copy.deepcopy(target.model).float()
+    return type(target)(model, target.tokenizer, target.facts.name, target.facts.revision)
+
+
+def stored_positions(target: Target, depth: int) -> tuple[Tensor, Tensor]:
+    """ids [S, LENGTH] of the fixed texts in the target's own tokens, and POSITIONS evenly spread (text, t) pairs."""
+    texts = []
+    for text in TEXTS:
+        ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        texts.append((ids * (LENGTH // max(1, len(ids)) + 1))[:LENGTH])
+    per_text = POSITIONS // len(TEXTS)
+    times = torch.linspace(0, LENGTH - 2 - depth, per_text).long().tolist()
+    return torch.tensor(texts), torch.tensor([(s, t) for s in range(len(TEXTS)) for t in times])
+
+
+@torch.no_grad()
+def make_replay(drafter: Drafter, target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a replay file, from the drafter in memory with its weights rounded to the file's `dtype`."""
+    exact = float32_target(target)
+    rounded = {n: t.to(dtype) if t.is_floating_point() else t for n, t in drafter.state_dict().items()}
+    fresh = METHODS[drafter.method](drafter.config, drafter.facts, drafter.d2t_W)
+    load_state(fresh, rounded, "this drafter")
+    fresh.bind(exact)
+    fresh = fresh.to(device=exact.device, dtype=torch.float32).eval()
+    depth = min(DEPTH, drafter.max_depth or DEPTH)
+    ids_ST, positions_R2 = stored_positions(exact, depth)
+    top = replay(fresh, exact, ids_ST, positions_R2, depth).topk(TOP)
+    return {
+        "ids": ids_ST,
+        "positions": positions_R2,
+        "top_ids": top.indices.cpu(),
+        "top_logits": top.values.cpu(),
+        "target_dtype": torch.tensor(list(str(target.dtype).removeprefix("torch.").encode()), dtype=torch.int64),
+    }
+
+
+def read_replay(folder: Path) -> dict[str, Tensor]:
+    """The replay file, its shapes checked against each other. ValueError when it is absent or of another form."""
+    if not (folder / REPLAY).is_file():
+        raise ValueError(f"{folder} has no {REPLAY}; export the head again with its target to get one")
+    header = read_header(folder / REPLAY)
+    try:
+        (s, t), (r, _), (_, depth, top), (n,) = (header[k][1] for k in ("ids", "positions", "top_ids", "target_dtype"))
+    except (KeyError, ValueError):
+        raise ValueError(f"{folder / REPLAY} is no replay of this version; export the head again") from None
+    slots = {
+        "ids": Slot((s, t), "int64"),
+        "positions": Slot((r, 2), "int64"),
+        "top_ids": Slot((r, depth, top), "int64"),
+        "top_logits": Slot((r, depth, top)),
+        "target_dtype": Slot((n,), "int64"),
+    }
+    compare_slots(header, slots, str(folder / REPLAY))
+    return read_tensors(folder / REPLAY)
+
+
+@torch.no_grad()
+def check(folder: Path, config: Mapping[str, Any], target: Target, stored: Mapping[str, Tensor]) -> CheckResult:
+    """Replay with a fresh load of the folder beside `target`, in the target's dtype."""
+    drafter = build_drafter(folder, config, target)
+    logits_RKV = replay(drafter, target, stored["ids"], stored["positions"], stored["top_ids"].shape[1]).cpu()
+    agree_RK = logits_RKV.argmax(-1) == stored["top_ids"][..., 0]
+    gap_RKE = (logits_RKV.gather(2, stored["top_ids"]) - stored["top_logits"]).abs()
+    difference = float(gap_RKE.max() / stored["top_logits"].abs().max())
+    return CheckResult(agree_RK.numel(), int(agree_RK.sum()), difference)
+
+
+def run_check(cfg: CheckConfig) -> CheckResult:
+    """Check one export and print the outcome. ValueError when the replay does not agree."""
+    from ..models.target import load_target
+
+    if cfg.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype {cfg.dtype!r}: use float32 or bfloat16")
+    folder = resolve(cfg.export, cfg.revision)
+    config = read_export_config(str(folder))
+    stored = read_replay(folder)
+    ours = config["draftsmith"]
+    name = cfg.target or ours["target"]["name"]
+    dtype = bytes(stored["target_dtype"].tolist()).decode()
+    target = load_target(
+        name, dtype=dtype, device=cfg.device, revision=None if cfg.target else ours["target"]["revision"]
+    )
+    refuse_other_target(config, target.facts)
+    exact = cfg.dtype == "float32"
+    if exact:
+        target = float32_target(target)
+    elif target.dtype != torch.bfloat16:
+        raise ValueError(f"the replay was made beside a {dtype} target; check it in float32")
+    result = check(folder, config, target, stored)
+    share = result.agreeing / result.pairs
+    print(
+        f"{cfg.export}: {ours['method']} for {ours['target']['name']}, tensors complete and finite; replay in {cfg.dtype}: "
+        f"{result.agreeing} of {result.pairs} top tokens agree ({100 * share:.1f} %), largest logit difference "
+        f"{result.difference:.1e} of the largest logit"
+    )
+    if share < (1.0 if exact else 0.98) or (exact and not result.difference <= TOLERANCE):
+        raise ValueError(
+            f"{cfg.export} does not compute what its trainer did ({100 * share:.1f} % of the top tokens, logits off by "
+            f"{result.difference:.1e}; needed {'100 %' if exact else '98 %'}): export it again, do not serve it"
+        )
+    return result

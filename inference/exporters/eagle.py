@@ -1,0 +1,107 @@
+"""EAGLE-1 (and HASS) as vLLM loads it; SGLang reads the same tensors under another architecture name.
+
+`fc` is trained without a bias. The file carries `fc.bias` as zeros, because SGLang's module has one and would leave it
+random, and vLLM drops it. The target's head, its embeddings, a final norm and the first layer's input norm must not be
+in the file (vLLM raises on them). The form has no draft vocabulary: engines draft over all of V with the target's head,
+so a reduced one is our own fact (`draftsmith.draft_ids`) and speeds up our runtime only.
+Reference: EAGLE (Li et al. 2024), vLLM 0.32 `models/llama_eagle.py`, run.
+
+Tests: tests/test_export.py; served by a real engine in tests/bench/engine_vllm.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...models.drafter import Drafter
+from .layout import Exporter, Packed, Slot, Unpacked, attention_slots, engine_limits, mlp_slots, rope_keys, shape_of
+
+if TYPE_CHECKING:
+    from ...models.target import Target
+
+LAYER = "layers.0"
+
+
+def pack(drafter: Drafter, target: Target | None) -> Packed:
+    """Config and tensors of vLLM's form."""
+    facts, state = drafter.facts, drafter.state_dict()
+    config: dict[str, Any] = {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": facts.width,
+        "intermediate_size": state[f"{LAYER}.mlp.gate_proj.weight"].shape[0],
+        "num_attention_heads": drafter.config.heads or facts.heads,
+        "num_key_value_heads": drafter.config.kv_heads or facts.kv_heads,
+        "head_dim": facts.head_dim,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": facts.norm_eps,
+        "hidden_act": facts.activation,
+        "vocab_size": facts.vocab,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": facts.max_positions,
+        **rope_keys(facts),
+        "attention_bias": False,
+    }
+    tensors = {name: t for name, t in state.items() if name != "d2t_W"}
+    tensors["fc.bias"] = torch.zeros(facts.width)
+    absent = {
+        "embed_tokens.weight": "shared: the target's embeddings, frozen in training",
+        "lm_head.weight": "shared: the target's head, frozen in training",
+        f"{LAYER}.input_layernorm.weight": "not part of the method",
+        "norm.weight": "not part of the method",
+    }
+    return Packed(config, tensors, absent, engine_limits(facts))
+
+
+def slots(config: Mapping[str, Any]) -> dict[str, Slot]:
+    """Every tensor of the file, from config.json alone."""
+    width, inner = shape_of(config, "hidden_size", "intermediate_size")
+    heads, kv_heads, head_dim = shape_of(config, "num_attention_heads", "num_key_value_heads", "head_dim")
+    return {
+        "fc.weight": Slot((width, 2 * width)),
+        "fc.bias": Slot((width,)),
+        **attention_slots(f"{LAYER}.self_attn", width, width, heads, kv_heads, head_dim),
+        **mlp_slots(f"{LAYER}.mlp", width, inner),
+        f"{LAYER}.post_attention_layernorm.weight": Slot((width,)),
+    }
+
+
+def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
+    """The drafter's own state. A bias that is not zero would be lost in vLLM, and is refused here."""
+    if bool(tensors["fc.bias"].any()):
+        raise ValueError(
+            "fc.bias is not zero: engines drop it and this method trains without one; export the head again"
+        )
+    ids = config["draftsmith"].get("draft_ids")
+    state = {name: t for name, t in tensors.items() if name != "fc.bias"}
+    return Unpacked(state, None if ids is None else torch.tensor(ids, dtype=torch.int64))
+
+
+def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
+    """Command lines. SGLang wants `architectures: ["LlamaForCausalLMEagle"]` in a copy of config.json."""
+    speculative = json.dumps({"method": "eagle", "model": draft, "num_speculative_tokens": k})
+    return {
+        "vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}",
+        'SGLang, in a copy whose config.json says `"architectures": ["LlamaForCausalLMEagle"]`': (
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE "
+            f"--speculative-draft-model-path {shlex.quote(draft)} --speculative-num-steps {k} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+        ),
+    }
+
+
+EXPORTER = Exporter(
+    method="eagle",
+    form="vLLM's EAGLE-1 form (`EagleLlamaForCausalLM`)",
+    loads="draftsmith, vLLM (run with 0.32), SGLang after one edit (by its documentation)",
+    pack=pack,
+    slots=slots,
+    unpack=unpack,
+    serve=serve,
+)

@@ -1,0 +1,212 @@
+"""Load a drafter from an export folder or a Hub id, strictly.
+
+Three questions are asked before a weight is used, each answered with the differing values: does the file hold exactly
+the tensors that its config declares (none missing, none extra, none of another shape, none infinite); is it the form
+of the method it names; does it belong to this target (width, vocabulary, tokenizer, layers and taps, RoPE, length).
+A head that fails one of them would run, and accept nothing.
+
+Tests: tests/test_export.py (CASES B33-B36, B49), tests/test_security.py (hostile files).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..models import METHODS
+from ..models.drafter import Drafter, TargetFacts
+from .card import HUB_ID
+from .exporters import EXPORTERS
+from .exporters.folder import (
+    CONFIG,
+    WEIGHTS,
+    compare_slots,
+    read_header,
+    read_json,
+    read_tensors,
+    refuse_non_finite,
+    sha256_of,
+)
+from .exporters.layout import FORMAT, Unpacked
+
+if TYPE_CHECKING:
+    from ..models.target import Target
+
+NEEDED = ("format", "method", "target", "config", "taps", "taps_convention", "train_length")
+SHARED_FACTS = ("width", "vocab", "tokens", "layers", "max_positions")  # must be the target's own, exactly
+
+
+def resolve(name: str, revision: str | None = None) -> Path:
+    """The folder of an export: a local one, or a Hub repository downloaded at a fixed commit (JSON, safetensors and
+    text only). ValueError when it is neither, or the Hub can't be asked."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not HUB_ID.fullmatch(name) or name.startswith((".", "/")):
+        raise ValueError(f"{name!r} is no folder and no Hub id (user/name); train a head with ./launch.sh first")
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        place = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.yaml", "*.md"]
+        )
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        reason = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hub is not reachable"
+        raise ValueError(f"{name!r} is no folder here and not in the local Hub cache, and {reason}") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no"
+        raise ValueError(f"{name!r} is no folder here and the Hub answers with status {status}") from None
+    return Path(place)
+
+
+def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]:
+    """config.json of an export, its `draftsmith` key checked for form and method.
+
+    Raises:
+        ValueError: no export of ours (a foreign head wants `draftsmith convert`), a newer format, an unknown method.
+    """
+    folder = resolve(name, revision)
+    config = read_json(folder / CONFIG)
+    ours = config.get("draftsmith")
+    if not isinstance(ours, dict):
+        raise ValueError(
+            f"{name} has no `draftsmith` key in config.json: not our export; "
+            f"run `draftsmith convert {name} --target TARGET --out FOLDER` first"
+        )
+    if missing := [key for key in NEEDED if key not in ours]:
+        raise ValueError(f"{name}: config.json lacks draftsmith.{', draftsmith.'.join(missing)}; export it again")
+    if ours["format"] != FORMAT:
+        raise ValueError(f"{name} has export format {ours['format']!r}, this version reads {FORMAT}; export it again")
+    if ours["method"] not in EXPORTERS:
+        raise ValueError(f"{name} declares method {ours['method']!r}; known: {', '.join(EXPORTERS)}")
+    return config
+
+
+def verify_folder(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    """Read an export's tensors after every check that needs no target. Returns them as they stand in the file."""
+    config = config or read_export_config(str(folder))
+    ours = config["draftsmith"]
+    exporter = EXPORTERS[ours["method"]]
+    where = f"{folder} ({ours['method']})"
+    compare_slots(read_header(folder / WEIGHTS), exporter.slots(config), where)
+    if (stated := ours.get("sha256")) and stated != (found := sha256_of(folder / WEIGHTS)):
+        raise ValueError(
+            f"{folder / WEIGHTS} has sha256 {found[:16]}…, config.json says {stated[:16]}…: damaged or changed"
+        )
+    tensors = read_tensors(folder / WEIGHTS)
+    refuse_non_finite(tensors, where)
+    return tensors
+
+
+def load_drafter(name: str, target: Target, *, revision: str | None = None) -> Drafter:
+    """A drafter ready to run beside `target`: on its device, in its dtype, frozen.
+
+    Raises:
+        ValueError: the folder is incomplete or of another method, or the head does not belong to this target; the
+            message names each differing field with both values.
+    """
+    folder = resolve(name, revision)
+    config = read_export_config(str(folder))
+    refuse_other_target(config, target.facts)
+    return build_drafter(folder, config, target)
+
+
+def build_drafter(folder: Path, config: Mapping[str, Any], target: Target) -> Drafter:
+    """Build the method named in `config` and fill it with the folder's tensors, every one of them and no other."""
+    ours = config["draftsmith"]
+    tensors = verify_folder(folder, config)
+    unpacked = EXPORTERS[ours["method"]].unpack(config, tensors)
+    drafter = METHODS[ours["method"]](read_method_config(ours), target.facts, unpacked.draft_ids)
+    if list(drafter.taps) != list(ours["taps"]):
+        raise ValueError(f"{folder}: taps {ours['taps']} are declared, the method's settings give {list(drafter.taps)}")
+    if unpacked.target_head is not None:
+        refuse_other_head(unpacked, target, str(folder))
+    load_state(drafter, unpacked.state, str(folder))
+    drafter.bind(target)
+    return drafter.to(device=target.device, dtype=target.dtype).requires_grad_(False).eval()
+
+
+def refuse_other_head(unpacked: Unpacked, target: Target, where: str) -> None:
+    """A head that the file shares with the target must be the target's, as far as the file's dtype can say."""
+    stored, ids = unpacked.target_head, unpacked.draft_ids
+    assert stored is not None
+    rows = target.head_weight if ids is None else target.head_weight[ids.to(target.device)]
+    if not torch.allclose(rows.float().cpu(), stored.float(), rtol=2**-7, atol=1e-6):
+        raise ValueError(
+            f"{where}: the shared lm_head.weight is not the head of {target.facts.name}; it was made for another"
+        )
+
+
+def load_state(drafter: Any, state: Mapping[str, torch.Tensor], where: str) -> None:
+    """`load_state_dict`, strict, with missing, extra and misshapen keys in one ValueError; `d2t_W` is already there."""
+    own = {name: t for name, t in drafter.state_dict().items() if name != "d2t_W"}
+    given = {name: t for name, t in state.items() if name != "d2t_W"}
+    faults = [
+        f"{name} has shape {list(t.shape)}, needed {list(own[name].shape)}"
+        for name, t in given.items()
+        if name in own and t.shape != own[name].shape
+    ]
+    if missing := sorted(set(own) - set(given)):
+        faults.append(f"missing: {', '.join(missing)}")
+    if extra := sorted(set(given) - set(own)):
+        faults.append(f"not expected: {', '.join(extra)}")
+    if faults:
+        raise ValueError(f"{where} does not fit method {drafter.method!r}: " + "; ".join(faults))
+    drafter.load_state_dict(given, strict=False)
+
+
+def read_method_config(ours: Mapping[str, Any]) -> Any:
+    """The method's own frozen Config from the export, unknown and missing keys refused by name."""
+    kind = METHODS[ours["method"]].Config
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    given = ours["config"]
+    if unknown := sorted(set(given) - set(fields)):
+        raise ValueError(
+            f"config.json: draftsmith.config has {', '.join(unknown)}, unknown to method {ours['method']!r}"
+        )
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+
+
+def facts_of(drafter_facts: TargetFacts) -> dict[str, Any]:
+    """The target's facts as they stand in an export (JSON types)."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(drafter_facts).items()}
+
+
+def refuse_other_target(config: Mapping[str, Any], facts: TargetFacts) -> None:
+    """Refuse a head that was made for another target; every differing field is named with both values."""
+    ours = config["draftsmith"]
+    stated = ours["target"]
+    now = facts_of(facts)
+    faults = [
+        f"{name}: head {stated.get(name)!r}, target {now[name]!r}"
+        for name in SHARED_FACTS
+        if stated.get(name) != now[name]
+    ]
+    if stated.get("tokenizer_hash") and facts.tokenizer_hash and stated["tokenizer_hash"] != facts.tokenizer_hash:
+        faults.append(f"tokenizer: head {stated['tokenizer_hash'][:12]}, target {facts.tokenizer_hash[:12]}")
+    if plain_rope(stated.get("rope")) != plain_rope(facts.rope):
+        faults.append(f"rope: head {plain_rope(stated.get('rope'))}, target {plain_rope(facts.rope)}")
+    if outside := [k for k in ours["taps"] if not 0 <= k <= facts.layers]:
+        faults.append(f"taps: head {outside}, target has h[0] to h[{facts.layers}]")
+    if (length := ours["train_length"]) and length > facts.max_positions:
+        faults.append(f"training length: head {length}, target {facts.max_positions} positions")
+    if faults:
+        raise ValueError(f"this head was made for {stated.get('name')}, not for {facts.name}; " + "; ".join(faults))
+    if stated.get("fingerprint") != facts.fingerprint:
+        warnings.warn(
+            f"the head was trained on other weights of this architecture ({stated.get('name')}); output stays right, "
+            "acceptance may be low",
+            stacklevel=2,
+        )
+
+
+def plain_rope(rope: Mapping[str, Any] | None) -> dict[str, Any]:
+    """RoPE settings without empty entries, numbers as floats: two spellings of the same settings compare equal."""
+    return {k: float(v) if isinstance(v, int | float) else v for k, v in sorted((rope or {}).items()) if v is not None}
