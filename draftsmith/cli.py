@@ -29,7 +29,7 @@ COMMANDS = {
     "evaluate": Command("measure acceptance and speed, report as JSON and HTML", "inference.evaluate", "run_evaluate"),
     "rollout": Command("let a target answer prompts, for training data", "inference.rollout", "run_rollout"),
     "capture": Command("store a target's states as shards", "inference.capture", "run_capture"),
-    "masks": Command("show which tokens of the data are trained on", "data.masks", "run_masks"),
+    "masks": Command("show which tokens of the data are trained on", "inference.masks", "run_masks"),
     "check": Command("replay an export against the trainer's logits", "inference.check", "run_check", ("export",)),
     "push": Command("upload an export to the Hub", "inference.push", "run_push", ("export", "repo")),
     "convert": Command("read a foreign head into an export", "inference.convert", "run_convert", ("source", "out")),
