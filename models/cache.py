@@ -8,7 +8,11 @@ by the next pass. There is no padding to shuffle when rows accept different numb
 What a query may see is always said by a mask (`mask`): committed slots, plus the tail tokens that the caller names.
 Slots that no mask shows are still *read* by attention, with weight 0, as far as the longest row reaches; so they must
 hold finite numbers (0 * NaN is NaN). They do: memory starts as zeros, `update` writes what the model computed, and
-`reset` zeroes the rows that it frees. Slots beyond the longest row are never read.
+`reset` zeroes the rows that it frees. Slots beyond the longest row are not read.
+
+`read_all` makes every pass read all slots instead. A query's attention then sums over the same number of keys whatever
+the lengths of its own row and of the others, which bitwise equality between decoding loops needs (fixed width,
+tests/bench/rows.py): attention over 100 keys and attention over 108 of which 8 are masked differ in low bits.
 
 Test: pytest tests/test_cache.py tests/test_target.py
 """
@@ -39,18 +43,22 @@ class Cache(HFCache):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        read_all: bool = False,
     ) -> None:
         super().__init__(layers=[])
         if min(rows, slots, layers) < 1:
             raise ValueError(f"cache of {rows} rows x {slots} slots x {layers} layers: each must be at least 1")
         self.slots = slots
+        self.read_all = read_all
         self.kv = torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
         self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions_BS = torch.zeros(rows, slots, dtype=torch.int64, device=device)
         self._keys = [self.kv[i, 0] for i in range(layers)]
         self._values = [self.kv[i, 1] for i in range(layers)]
-        self._used = 0  # slots that the pass in hand reads: the longest row's committed, appended and new ones
-        self._first: int | None = None  # where the new tokens start, if at the same slot in all rows
+        # Of the pass in hand: slots read; where its new tokens start and end, if at the same slot in all rows.
+        self._used = self._end = 0
+        self._first: int | None = None
+        self._offset = 0
         self._write_B1T1 = torch.zeros(0)
         self._new_BT = torch.zeros(0)
         self._slots_S = torch.arange(slots, device=device)
@@ -74,17 +82,17 @@ class Cache(HFCache):
             raise ValueError(f"pass of {b} rows on a cache of {self.rows} rows: make the cache with rows={b}")
         lengths = self.lengths_B.tolist()
         longest = max(lengths)
-        used = longest + offset + t
-        if used > self.slots:
+        end = longest + offset + t
+        if end > self.slots:
             raise ValueError(
                 f"cache overflow: row {lengths.index(longest)} holds {longest} tokens and {offset + t} more do not fit "
-                f"its {self.slots} slots; make the cache with at least {used} slots"
+                f"its {self.slots} slots; make the cache with at least {end} slots"
             )
-        self._used = used
-        self._new_BT = positions_BT
+        self._used = self.slots if self.read_all else end
+        self._end, self._offset, self._new_BT = end, offset, positions_BT
         self._first = longest + offset if min(lengths) == longest else None
         if self._first is not None:
-            self.positions_BS[:, self._first : used] = positions_BT
+            self.positions_BS[:, self._first : end] = positions_BT
         else:
             write_BT = self.lengths_B[:, None] + offset + self._slots_S[:t]
             self.positions_BS.scatter_(1, write_BT, positions_BT)
@@ -97,8 +105,8 @@ class Cache(HFCache):
         [B, H, S_used, head_dim]. The further arguments are those of `transformers.Cache.update` and have no effect."""
         k_BHSD, v_BHSD = self._keys[layer_idx], self._values[layer_idx]
         if self._first is not None:
-            k_BHSD[:, :, self._first : self._used] = key_states
-            v_BHSD[:, :, self._first : self._used] = value_states
+            k_BHSD[:, :, self._first : self._end] = key_states
+            v_BHSD[:, :, self._first : self._end] = value_states
         else:
             index_BHTD = self._write_B1T1.expand_as(key_states)
             k_BHSD.scatter_(2, index_BHTD, key_states)
@@ -112,7 +120,9 @@ class Cache(HFCache):
         committed slots are visible to all. With `window`, only tokens less than `window` positions back are.
         """
         if self._first is not None:
-            see_BTS = torch.nn.functional.pad(see_BTA, (self._used - see_BTA.shape[2], 0), value=True)
+            see_BTS = torch.nn.functional.pad(see_BTA, (self._first - self._offset, 0), value=True)
+            if self._end < self._used:
+                see_BTS = torch.nn.functional.pad(see_BTS, (0, self._used - self._end), value=False)
         else:
             tail_BS = self._slots_S[: self._used] - self.lengths_B[:, None]
             index_BTS = tail_BS.clamp(0, see_BTA.shape[2] - 1)[:, None].expand(-1, see_BTA.shape[1], -1)

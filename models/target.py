@@ -186,10 +186,11 @@ class Target(nn.Module):
         """Input embeddings [..., D] of int64 ids, with the family's scale where it has one."""
         return self._embed[0](ids)
 
-    def new_cache(self, rows: int, slots: int) -> Cache:
-        """An empty cache for `rows` sequences of at most `slots` tokens (drafted, rejected ones included)."""
+    def new_cache(self, rows: int, slots: int, *, read_all: bool = False) -> Cache:
+        """An empty cache for `rows` sequences of at most `slots` tokens (drafted, rejected ones included). `read_all`:
+        see `Cache`; for decoding loops whose logits must agree bit by bit."""
         facts = self.facts
-        return Cache(rows, slots, facts.layers, facts.kv_heads, facts.head_dim, self.dtype, self.device)
+        return Cache(rows, slots, facts.layers, facts.kv_heads, facts.head_dim, self.dtype, self.device, read_all)
 
     def check_taps(self, taps: Sequence[int]) -> Sequence[int]:
         """`taps` as they are; raises ValueError if one lies outside 0..layers."""

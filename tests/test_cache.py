@@ -9,8 +9,8 @@ from draftsmith.models.cache import Cache
 LAYERS, HEADS, SIZE = 3, 2, 4
 
 
-def _cache(rows: int = 3, slots: int = 12) -> Cache:
-    return Cache(rows, slots, LAYERS, HEADS, SIZE, torch.float32, "cpu")
+def _cache(rows: int = 3, slots: int = 12, read_all: bool = False) -> Cache:
+    return Cache(rows, slots, LAYERS, HEADS, SIZE, torch.float32, "cpu", read_all)
 
 
 def _append(cache: Cache, tokens_BT: Tensor, positions_BT: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
@@ -31,9 +31,9 @@ def _tokens(cache: Cache, row: int, layer: int = 0) -> list[int]:
     return [int(x) - 100 * layer for x in keys_HSD[0, :, 0]]
 
 
-def _ragged() -> Cache:
+def _ragged(read_all: bool = False) -> Cache:
     """Rows of 4, 1 and 2 committed tokens: 10.., 20.., 30.. at positions 0.."""
-    cache = _cache()
+    cache = _cache(read_all=read_all)
     tokens_BT = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33]])
     _append(cache, tokens_BT, torch.arange(4).expand(3, 4))
     cache.commit(torch.tensor([4, 1, 2]))
@@ -58,9 +58,10 @@ def test_each_row_is_written_behind_its_own_length() -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 50])
 @pytest.mark.parametrize("offset", [0, 2])
-def test_mask_by_definition(ragged: bool, window: int | None, offset: int) -> None:
+@pytest.mark.parametrize("read_all", [False, True])
+def test_mask_by_definition(ragged: bool, window: int | None, offset: int, read_all: bool) -> None:
     """Committed or named in `see`, and inside the window: one slot at a time, in plain Python."""
-    cache = _ragged()
+    cache = _ragged(read_all)
     if not ragged:
         cache.truncate(torch.tensor([1, 1, 1]))
     depths_T = torch.tensor([0, 1, 1])
@@ -71,9 +72,10 @@ def test_mask_by_definition(ragged: bool, window: int | None, offset: int) -> No
     see_BTA = torch.rand(3, 3, offset + 3, generator=torch.Generator().manual_seed(0)) < 0.6
     mask_B1TS = cache.mask(see_BTA, window)
     lengths = cache.lengths_B.tolist()
-    assert mask_B1TS.shape == (3, 1, 3, max(lengths) + offset + 3) and mask_B1TS.dtype == torch.bool
+    assert mask_B1TS.shape == (3, 1, 3, 12 if read_all else max(lengths) + offset + 3)
+    assert mask_B1TS.dtype == torch.bool
     for b, length in enumerate(lengths):
-        positions = [*range(length + offset), *(length + offset + depths_T).tolist()]
+        positions = [*range(length + offset), *(length + offset + depths_T).tolist(), *[0] * 12]
         for t in range(3):
             for s in range(mask_B1TS.shape[3]):
                 tail = s - length
