@@ -7,8 +7,9 @@ ends its turn. How the spans are found, in this order:
 2. Otherwise each answer is replaced, alone, by a sentinel: what is rendered before and after the sentinel must also
    stand before and after the real answer in the full rendering, which gives the span, also where the template trims
    the answer or drops the thinking text of earlier turns.
-3. Turns with reasoning fields or tool calls, and templates that rewrite an answer: from the end of the generation
-   prompt to the end of the turn, provided that both renderings are prefixes of the full one.
+3. Turns with reasoning fields or tool calls, and templates that treat an answer by what is in it: from the end of the
+   generation prompt to the end of the turn, provided that both renderings are prefixes of the full one; else
+   by sentinels put before and behind the real answer.
 
 If none holds, the sample is refused; a span is never guessed. Answers that come with the ids the model generated are
 not rendered at all: the ids follow the generation prompt one for one. An answer that was cut while it was generated
@@ -293,25 +294,26 @@ def _marked(
 ) -> list[tuple[int, int]]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered, spans = render_jinja_template(
+    both: Any = render_jinja_template(  # declared as text, returns texts and spans
         [messages],
         chat_template=template,
         return_assistant_tokens_mask=True,
         add_generation_prompt=generation_prompt,
         **tokenizer.special_tokens_map,
     )
-    if rendered[0] != text:
+    (rendered,), (spans,) = both
+    if rendered != text:
         raise Refused(UNMASKABLE)
-    return [(int(a), int(b)) for a, b in spans[0]]
+    return [(int(a), int(b)) for a, b in spans]
 
 
 def _span(
     messages: list[dict[str, Any]], i: int, tokenizer: Any, generation_prompt: bool, text: str
 ) -> tuple[int, int] | None:
     """Span of answer i in `text`; None where the template shows nothing of it."""
-    methods = [_by_sentinel, _by_prefix]
+    methods = [_by_sentinel, _by_prefix, _by_borders]
     if any(messages[i].get(k) for k in OPENED):
-        methods.reverse()
+        methods = [_by_prefix, _by_sentinel]
     for method in methods:
         span = method(messages, i, tokenizer, generation_prompt, text)
         if span is not None:
@@ -324,22 +326,42 @@ def _span(
 def _by_sentinel(
     messages: list[dict[str, Any]], i: int, tokenizer: Any, generation_prompt: bool, text: str
 ) -> tuple[int, int] | None:
-    probe = [*messages[:i], {**messages[i], "content": SENTINEL}, *messages[i + 1 :]]
-    before, *after = render(probe, tokenizer, generation_prompt).split(SENTINEL)
-    if len(after) != 1 or not text.startswith(before) or not text.endswith(after[0]):
-        return None
-    end = len(text) - len(after[0])
-    return (len(before), end) if len(before) <= end else None
+    start, end = _around(messages, i, SENTINEL, tokenizer, generation_prompt, text)
+    return None if start is None or end is None or end < start else (start, end)
 
 
 def _by_prefix(
     messages: list[dict[str, Any]], i: int, tokenizer: Any, generation_prompt: bool, text: str
 ) -> tuple[int, int] | None:
     before = render(messages[:i], tokenizer, generation_prompt=True)
+    if before == render(messages[:i], tokenizer, generation_prompt=False):
+        return None  # there is no generation prompt: the header of the turn would pass for the answer
     until = text if i + 1 == len(messages) and not generation_prompt else render(messages[: i + 1], tokenizer, False)
     if not text.startswith(before) or not text.startswith(until) or len(until) < len(before):
         return None
     return len(before), len(until)
+
+
+def _by_borders(
+    messages: list[dict[str, Any]], i: int, tokenizer: Any, generation_prompt: bool, text: str
+) -> tuple[int, int] | None:
+    content = messages[i]["content"]
+    start, _ = _around(messages, i, SENTINEL + content, tokenizer, generation_prompt, text)
+    _, end = _around(messages, i, content + SENTINEL, tokenizer, generation_prompt, text)
+    return None if start is None or end is None or end < start else (start, end)
+
+
+def _around(
+    messages: list[dict[str, Any]], i: int, content: str, tokenizer: Any, generation_prompt: bool, text: str
+) -> tuple[int | None, int | None]:
+    """Where, in `text`, that ends which stands before the sentinel when answer i is `content`, and that begins which
+    stands behind it; None where these are not the same as in `text`."""
+    probe = [*messages[:i], {**messages[i], "content": content}, *messages[i + 1 :]]
+    before, *after = render(probe, tokenizer, generation_prompt).split(SENTINEL)
+    if len(after) != 1:
+        return None, None
+    start = len(before) if text.startswith(before) else None
+    return start, len(text) - len(after[0]) if text.endswith(after[0]) else None
 
 
 def _end_of_turn(tokenizer: Any) -> int:

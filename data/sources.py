@@ -155,9 +155,9 @@ def _rest(conv: Conversation) -> tuple[list[dict[str, Any]], str, str, bool, lis
 
 def _open_text(path: Path) -> io.TextIOBase:
     if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")  # type: ignore[return-value]
+        return lzma.open(path, "rt", encoding="utf-8")
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")  # type: ignore[return-value]
+        return gzip.open(path, "rt", encoding="utf-8")
     return path.open(encoding="utf-8")
 
 

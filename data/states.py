@@ -33,7 +33,7 @@ from .batch import Batch, TargetOut
 from .encode import Sample
 
 FORMAT = 1
-SHARD_TOKENS = 8192
+SHARD_TOKENS = 8192  # at most; small data is cut into about 16 shards, so that several processes share it evenly
 OPEN_SHARDS = 64
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROW_BYTES = 12  # ids, log_z, top
@@ -89,11 +89,12 @@ def text_fingerprint(text: str | None) -> str:
 
 
 def plan(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each shard, by their order alone: at most `SHARD_TOKENS` tokens, or one longer sample."""
+    """The samples of each shard; depends on nothing else. At most `SHARD_TOKENS` tokens, or one longer sample."""
+    room = min(SHARD_TOKENS, max(sum(map(len, samples)) // 16, 1024))
     shards: list[list[Sample]] = []
-    used = SHARD_TOKENS
+    used = room
     for sample in samples:
-        if used + len(sample) > SHARD_TOKENS:
+        if used + len(sample) > room:
             shards.append([])
             used = 0
         shards[-1].append(sample)
