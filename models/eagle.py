@@ -9,7 +9,7 @@ HASS (Zhang et al., "Learning Harmonized Representations for Speculative Samplin
 pass on the detached outputs of the one before (section 3.2), and a loss over the target's ten likeliest tokens (3.1):
 `objective: feature_smooth_l1 + 0.1*kl + topk_ce`.
 
-Parameters bear the names of serving engines' checkpoints (`fc`, `layers.0.*`). `fc` has no bias: engines drop it.
+Parameters bear the names of serving engines' checkpoints (`fc`, `layers.0.*`). `fc` has no bias by default: engines drop it.
 Test: pytest tests/test_methods.py tests/test_parity.py
 """
 
@@ -61,6 +61,8 @@ class EagleConfig:
     """Key/value heads; null = the target's."""
     intermediate: int | None = None
     """MLP width; null = the target's."""
+    bias: bool = False
+    """A bias on `fc`, as the paper's checkpoints have; engines drop it, so train without."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self.objective, self.oov, self.depth_weight, self.steps, "eagle", features=True)
@@ -97,7 +99,7 @@ class Eagle(nn.Module):
         self.config, self.facts = config, facts
         self.objective = parse_objective(config.objective, features=True)
         self.vocab = register_vocabulary(self, facts, draft_ids)
-        self.fc = nn.Linear(2 * facts.width, facts.width, bias=False)
+        self.fc = nn.Linear(2 * facts.width, facts.width, bias=config.bias)
         self.layers = nn.ModuleList([Layer(facts, config)])
         self.rotary = Rotary(facts)
         self.target_embed: TargetEmbed = refuse_unbound
