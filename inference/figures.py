@@ -65,6 +65,7 @@ class Sample:
     ranks: list[list[int]] = field(default_factory=list)  # [depth][rank] accepted
     split: dict[str, float] = field(default_factory=dict)  # seconds: prefill, draft, verify, commit
     drafted_ids: list[bool] = field(default_factory=list)  # per id: did it come from the draft
+    rule: str = "plain"  # the verifier that was used
     right: bool | None = None  # for scored suites
 
     @property
@@ -123,19 +124,28 @@ def acceptance(samples: Sequence[Sample], bootstrap: Bootstrap) -> Row:
         "alpha_unconditional": [],
         "alpha_by_rank": [],
     }
-    for d in range(max((len(s.reached) for s in samples), default=0)):
-        reached = bootstrap.sums(samples, lambda s, d=d: s.reached[d] if d < len(s.reached) else 0)
-        accepted = bootstrap.sums(samples, lambda s, d=d: s.accepted[d] if d < len(s.accepted) else 0)
-        alpha, interval = rate(accepted, reached, bootstrap)
-        figures["alpha"].append(alpha)
-        figures["alpha_interval"].append(interval)
-        figures["alpha_counts"].append([int(accepted.sum()), int(reached.sum())])
-        figures["alpha_unconditional"].append(rate(accepted, passes, bootstrap)[0])
-        by_rank = [s.ranks[d] for s in samples if d < len(s.ranks)]
-        width = max(map(len, by_rank), default=0)
-        counts = [sum(ranks[r] for ranks in by_rank if r < len(ranks)) for r in range(width)]
-        figures["alpha_by_rank"].append([count / reached.sum() if reached.sum() else None for count in counts])
+    for depth in range(max((len(s.reached) for s in samples), default=0)):
+        for name, value in _at_depth(samples, depth, passes, bootstrap).items():
+            figures[name].append(value)
     return figures
+
+
+def _at_depth(samples: Sequence[Sample], depth: int, passes: np.ndarray, bootstrap: Bootstrap) -> Row:
+    """Acceptance at one depth (0 = depth 1)."""
+    deep = [s for s in samples if depth < len(s.reached)]
+    reached = bootstrap.sums(deep, lambda s: s.reached[depth])
+    accepted = bootstrap.sums(deep, lambda s: s.accepted[depth])
+    alpha, interval = rate(accepted, reached, bootstrap)
+    ranks = [s.ranks[depth] for s in deep if depth < len(s.ranks)]
+    by_rank = [sum(r[i] for r in ranks if i < len(r)) for i in range(max(map(len, ranks), default=0))]
+    offered = int(reached.sum())
+    return {
+        "alpha": alpha,
+        "alpha_interval": interval,
+        "alpha_counts": [int(accepted.sum()), offered],
+        "alpha_unconditional": rate(accepted, passes, bootstrap)[0],
+        "alpha_by_rank": [count / offered for count in by_rank] if offered else [],
+    }
 
 
 def speed(samples: Sequence[Sample], bootstrap: Bootstrap) -> tuple[float | None, list[float] | None]:

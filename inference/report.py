@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .commit import Detokenizer
 from .figures import DEFINITIONS
 
 if TYPE_CHECKING:
@@ -213,6 +214,20 @@ def plot_time(rows: Sequence[Row]) -> Markup:
     if shown:
         axes.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.4, 1.25))
     return _svg(figure, "time")
+
+
+def pieces(tokenizer: Any, ids: Sequence[int], from_draft: Sequence[bool]) -> list[Row]:
+    """Text of `ids` in runs of equal origin, [{"text", "draft"}]; a character's bytes count with its last token."""
+    detokenizer = Detokenizer(tokenizer)
+    runs: list[Row] = []
+    for token, draft in zip(ids, from_draft, strict=False):
+        text = detokenizer.push(token)
+        if runs and runs[-1]["draft"] == draft:
+            runs[-1]["text"] += text
+        elif text:
+            runs.append({"text": text, "draft": bool(draft)})
+    rest = detokenizer.flush()
+    return [*runs, {"text": rest, "draft": False}] if rest else runs
 
 
 def plain(text: str) -> Text:

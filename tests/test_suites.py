@@ -5,6 +5,7 @@ import json
 from collections import Counter
 
 import pytest
+
 from draftsmith.inference import suites
 from draftsmith.inference.suites import SUITES, Prompt, Suite, balanced, load_suite
 
@@ -125,9 +126,9 @@ def test_selection_is_balanced_and_always_the_same():
 
 
 def test_refusals(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="not known.*mini"):
+    with pytest.raises(ValueError, match=r"not known.*mini"):
         load_suite("nothing")
-    with pytest.raises(ValueError, match="no file 'absent.jsonl'"):
+    with pytest.raises(ValueError, match=r"no file 'absent\.jsonl'"):
         load_suite("mini", file=str(tmp_path / "absent.jsonl"))
     monkeypatch.setitem(suites.SUITES, "one", Suite("", suites._from_turns, lambda: FIXTURES["spec_bench"]))
     with pytest.raises(ValueError, match="has 1 prompts, 2 wanted"):

@@ -1,0 +1,693 @@
+"""`draftsmith evaluate`: how much is accepted, how fast it is, and whether the output is still the target's.
+
+On each prompt, in rotating order and in one process: plain decoding, plain decoding at each verification width (for
+identity), transformers' `generate`, and every draft setting. So all see the same prompts, stop rules and state of the
+machine (what goes wrong otherwise: reference numbers taken in another run, warm-up on the first prompt, tokens counted
+from text). Interrupted runs go on where they stopped. A row whose losslessness check is red shows no speed.
+
+    draftsmith evaluate --model EXPORT --suite mini --k [2,4]
+    pytest tests/test_evaluate.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .. import __version__
+from ..losses.probs import SamplingParams
+from ..models.target import Target, load_target
+from .figures import (
+    CAUSES,
+    DEFINITIONS,
+    Bootstrap,
+    Row,
+    Sample,
+    acceptance,
+    alarms,
+    by_category,
+    limits,
+    rate,
+    ratio,
+    speed,
+    split_per_pass,
+)
+from .load import load_drafter, read_export_config
+from .report import html, pieces, print_report
+from .speculate import DecodeConfig, Result, generate
+from .suites import SUITES, Prompt, load_suite
+from .verify import VERIFIERS
+
+SHOWN_DIVERGENCES = 5  # of chains, which are compared at equal width; of trees all are measured
+Dtype = Literal["bfloat16", "float16", "float32", "float64"]
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What to measure."""
+
+    model: str
+    """Export folder or Hub id of the drafter."""
+    also: tuple[str, ...] = ()
+    """Further exports for the same target, measured beside it in the same run."""
+    target: str | None = None
+    """Hub id, folder, GGUF file or built-in name of the target; by default the one the export names."""
+    revision: str | None = None
+    """Revision of the export on the Hub."""
+    target_revision: str | None = None
+    """Revision of the target on the Hub; by default the one the export names."""
+    suite: str = "mini"
+    """Prompts: mini, humaneval, mt_bench, gsm8k or spec_bench."""
+    file: str | None = None
+    """Local file of the suite's schema (.json, .jsonl, .jsonl.gz, .jsonl.xz)."""
+    prompts: int | None = 24
+    """How many prompts, balanced over the suite's categories; null = all."""
+    max_new_tokens: int = 64
+    """Longest answer, in tokens."""
+    k: tuple[int, ...] = (2, 4)
+    """Tokens drafted per pass (root excluded); every value is measured and the fastest named."""
+    trees: tuple[str, ...] = ("chain",)
+    """Shapes of the draft: chain, static, dynamic."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Sampling temperatures; 0 = greedy."""
+    verifier: str = "auto"
+    """Acceptance rule; `auto` takes the exact one that fits tree and temperature."""
+    allow_lossy: bool = False
+    """Permit an acceptance rule that does not keep the target's distribution."""
+    dtype: Dtype = "bfloat16"
+    """Weights and states of target and drafter."""
+    device: str = "cpu"
+    """Where to run."""
+    hf_prompts: int | None = None
+    """Prompts that transformers' `generate` answers too, from the front; null = all, 0 = none."""
+    identity_prompts: int | None = None
+    """Prompts whose greedy answers are compared with plain decoding at the same width, from the front; null = all."""
+    seed: int = 0
+    """Seed of sampling and bootstrap."""
+    bootstrap: int = 1000
+    """Resamplings behind each 95 % interval."""
+    out: str = "runs/evaluate"
+    """Folder of report.json, report.html and the partial results of an interrupted run."""
+    json: str | None = None
+    """Where to write the JSON report, instead of `out`/report.json."""
+    html: str | None = None
+    """Where to write the HTML page, instead of `out`/report.html."""
+    trust_remote_code: bool = False
+    """Run code that comes with the target."""
+
+    def __post_init__(self) -> None:
+        if self.suite not in SUITES:
+            raise ValueError(f"suite = {self.suite!r}: choose one of {', '.join(SUITES)}")
+        for name in ("max_new_tokens", "bootstrap", "prompts", "identity_prompts"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+        if not self.k or min(self.k) < 1:
+            raise ValueError(f"k = {list(self.k)}: give one or more draft lengths of at least 1")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of decoding that takes part in the run."""
+
+    name: str
+    kind: Literal["plain", "width", "hf", "draft"]
+    temperature: float
+    decode: DecodeConfig
+    drafter: str | None = None  # name in `drafters`
+
+
+def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) -> Row:
+    """Load target and drafters, measure, and return the report (`measure`).
+
+    Raises:
+        ValueError: an export that does not fit the target, an unknown suite, a lossy rule without `allow_lossy`.
+    """
+    names = [model, *cfg.also]
+    configs = [read_export_config(name) for name in names]
+    facts = configs[0]["draftsmith"]["target"]
+    prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
+    target = load_target(
+        cfg.target or facts["name"],
+        dtype=cfg.dtype,
+        device=cfg.device,
+        revision=cfg.target_revision or (None if cfg.target else facts.get("revision")),
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    drafters, estimated = {}, {}
+    for name, config in zip(names, configs, strict=True):
+        drafter = load_drafter(name, target, revision=cfg.revision if name == model else None)
+        label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
+        drafters[label], estimated[label] = drafter, config["draftsmith"].get("estimated")
+    return measure(target, drafters, prompts, cfg, estimated, console)
+
+
+def run_evaluate(cfg: EvaluateConfig) -> int:
+    """The command: measure, write JSON and HTML, print the table. Returns 1 when a losslessness check is red."""
+    console = Console()
+    report = evaluate(cfg.model, cfg, console)
+    written = write_report(report, cfg)
+    print_report(report, console)
+    console.print(f"wrote {written[0]} and {written[1]}")
+    return 1 if any(row["red"] for row in report["rows"]) else 0
+
+
+def write_report(report: Row, cfg: EvaluateConfig) -> tuple[Path, Path]:
+    """Write the JSON and the HTML report; the partial results are then done with."""
+    paths = Path(cfg.json or Path(cfg.out) / "report.json"), Path(cfg.html or Path(cfg.out) / "report.html")
+    for path, text in zip(paths, (json.dumps(report, indent=1), html(report)), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    _partial_path(cfg).unlink(missing_ok=True)
+    return paths
+
+
+def measure(
+    target: Target,
+    drafters: dict[str, Any],
+    prompts: Sequence[Prompt],
+    cfg: EvaluateConfig,
+    estimated: dict[str, Row | None] | None = None,
+    console: Console | None = None,
+) -> Row:
+    """Run all arms on all prompts, interleaved, and reduce them to a report.
+
+    Args:
+        drafters: name -> drafter that belongs to `target`.
+        estimated: name -> what training estimated: {"k", "tau", "alpha"}, alpha conditional by depth.
+
+    Returns:
+        {"machine", "run", "rows", "best", "limits", "gains", "alarms", "causes", "flags", "examples", "definitions"}.
+    """
+    arms = plan(cfg, drafters)
+    samples, questions = _collect(target, drafters, prompts, cfg, arms, console or Console(stderr=True))
+    return _reduce(target, drafters, prompts, cfg, arms, samples, questions, estimated or {})
+
+
+def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
+    """The arms of a run: per temperature plain, transformers, each draft setting; for greedy chains each width."""
+    arms = []
+    for temperature in cfg.temperatures:
+        at = "" if temperature == 0 else f" T={temperature:g}"
+        plain = DecodeConfig()
+        arms.append(Arm(f"plain{at}", "plain", temperature, plain))
+        if cfg.hf_prompts != 0:
+            arms.append(Arm(f"transformers{at}", "hf", temperature, plain))
+        depths = {k for k in cfg.k for drafter in drafters.values() if _reaches(drafter, k)}
+        if not depths:
+            raise ValueError(f"k = {list(cfg.k)}: no drafter drafts that far; give a smaller one with --k")
+        if temperature == 0 and "chain" in cfg.trees:
+            arms += [
+                Arm(f"plain, width {k + 1}", "width", 0.0, replace(plain, fixed_width=k + 1)) for k in sorted(depths)
+            ]
+        for name, drafter in drafters.items():
+            for tree in cfg.trees:
+                for k in (k for k in cfg.k if _reaches(drafter, k)):
+                    decode = DecodeConfig(
+                        k=k,
+                        tree=tree,
+                        verifier=cfg.verifier,
+                        allow_lossy=cfg.allow_lossy,
+                        fixed_width=k + 1 if tree == "chain" else None,
+                    )
+                    arms.append(Arm(f"{name} {tree} K={k}{at}", "draft", temperature, decode, name))
+    return arms
+
+
+def _reaches(drafter: Any, k: int) -> bool:
+    limits = [drafter.max_depth, drafter.parallel if drafter.parallel > 1 else None]
+    return all(limit is None or k <= limit for limit in limits)
+
+
+def _collect(
+    target: Target,
+    drafters: dict[str, Any],
+    prompts: Sequence[Prompt],
+    cfg: EvaluateConfig,
+    arms: Sequence[Arm],
+    console: Console,
+) -> tuple[list[Sample], dict[tuple[str, int], list[int]]]:
+    """Answer every prompt with every arm, in rotating order; what an interrupted run of the same settings has is kept.
+
+    Returns the samples, and the prompt ids of each (prompt, turn).
+    """
+    questions = {}
+    partial = _Partial(_partial_path(cfg), _fingerprint(target, drafters, prompts, cfg))
+    score = SUITES[cfg.suite].score
+    warm = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Say hello."}], add_generation_prompt=True, return_dict=False
+    )
+    for arm in arms:
+        _answer(target, drafters, arm, warm, replace(_params(cfg, arm), max_new_tokens=4))
+    total = sum(len(_due(arms, cfg, i)) * (1 + len(prompt.follow_ups)) for i, prompt in enumerate(prompts))
+    bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*bars, TimeRemainingColumn(), TextColumn("{task.fields[rate]}"), console=console) as progress:
+        task = progress.add_task("evaluate", total=total, rate="")
+        for i, prompt in enumerate(prompts):
+            due = _due(arms, cfg, i)
+            messages = list(prompt.messages)
+            for turn in range(1 + len(prompt.follow_ups)):
+                ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+                questions[prompt.id, turn] = ids
+                shift = (i + turn) % len(due)
+                for arm in due[shift:] + due[:shift]:
+                    sample = partial.done.get((prompt.id, turn, arm.name))
+                    if sample is None:
+                        sample = _answer(target, drafters, arm, ids, _params(cfg, arm))
+                        sample.prompt, sample.turn, sample.category = prompt.id, turn, prompt.category
+                        if score and prompt.reference is not None:
+                            text = target.tokenizer.decode(sample.ids, skip_special_tokens=True)
+                            sample.right = score(text, prompt.reference)
+                        partial.add(sample)
+                    speed_now = (
+                        f"{len(sample.ids) / sample.seconds:.1f} tok/s {arm.name}" if sample.seconds else arm.name
+                    )
+                    progress.update(task, advance=1, rate=speed_now)
+                if turn < len(prompt.follow_ups):
+                    first = partial.done[prompt.id, turn, arms[0].name]
+                    answer = target.tokenizer.decode(first.ids, skip_special_tokens=True)
+                    messages += [
+                        {"role": "assistant", "content": answer},
+                        {"role": "user", "content": prompt.follow_ups[turn]},
+                    ]
+    return list(partial.done.values()), questions
+
+
+def _due(arms: Sequence[Arm], cfg: EvaluateConfig, number: int) -> list[Arm]:
+    """The arms that answer prompt `number`: baselines that are only sampled stop earlier."""
+    limit = {"hf": cfg.hf_prompts, "width": cfg.identity_prompts}
+    return [arm for arm in arms if (most := limit.get(arm.kind)) is None or number < most]
+
+
+def _params(cfg: EvaluateConfig, arm: Arm) -> SamplingParams:
+    return SamplingParams(
+        temperature=arm.temperature,
+        max_new_tokens=cfg.max_new_tokens,
+        seed=cfg.seed,
+    )
+
+
+def _answer(target: Target, drafters: dict[str, Any], arm: Arm, ids: list[int], params: SamplingParams) -> Sample:
+    """One answer of one arm; prompt, turn and category are filled in by the caller."""
+    if arm.kind == "hf":
+        return _answer_hf(target, arm, ids, params)
+    drafter = drafters[arm.drafter] if arm.drafter else None
+    start = time.perf_counter()
+    result = generate(target, [ids], params, drafter=drafter, decode=arm.decode)[0]
+    return _to_sample(result, arm, time.perf_counter() - start)
+
+
+def _to_sample(result: Result, arm: Arm, seconds: float) -> Sample:
+    stats = result.stats
+    return Sample(
+        "",
+        0,
+        "",
+        arm.name,
+        result.ids,
+        seconds,
+        stats.prompt_tokens,
+        prefill_tokens=stats.requests,
+        verifies=stats.verifies,
+        forwards=stats.verifies + stats.requests,
+        reached=stats.tried,
+        accepted=stats.accepted,
+        ranks=stats.ranks,
+        split=stats.seconds,
+        drafted_ids=result.from_draft,
+        rule=stats.rule,
+    )
+
+
+def _answer_hf(target: Target, arm: Arm, ids: list[int], params: SamplingParams) -> Sample:
+    """The same answer by transformers' own loop, same weights, dtype and stop ids."""
+    from transformers import GenerationConfig
+
+    sampling = {"temperature": params.temperature, "top_k": 0, "top_p": 1.0} if params.temperature else {}
+    config = GenerationConfig(
+        max_new_tokens=params.max_new_tokens,
+        do_sample=params.temperature > 0,
+        repetition_penalty=1.0,
+        eos_token_id=list(target.facts.eos_ids),
+        pad_token_id=target.facts.eos_ids[0],
+        **sampling,
+    )
+    inputs = torch.tensor([ids], device=target.device)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = target.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
+    answer = output[0, len(ids) :].tolist()
+    seconds = time.perf_counter() - start
+    return Sample(
+        "", 0, "", arm.name, answer, seconds, len(ids), prefill_tokens=1, verifies=len(answer) - 1, forwards=len(answer)
+    )
+
+
+def _reduce(
+    target: Target,
+    drafters: dict[str, Any],
+    prompts: Sequence[Prompt],
+    cfg: EvaluateConfig,
+    arms: Sequence[Arm],
+    samples: Sequence[Sample],
+    questions: dict[tuple[str, int], list[int]],
+    estimated: dict[str, Row | None],
+) -> Row:
+    """Samples -> report."""
+    bootstrap = Bootstrap([prompt.id for prompt in prompts], cfg.bootstrap, cfg.seed)
+    by_arm = {arm.name: [s for s in samples if s.arm == arm.name] for arm in arms}
+    rows = []
+    for arm in arms:
+        plain = by_arm[next(a.name for a in arms if a.kind == "plain" and a.temperature == arm.temperature)]
+        hf = [s for a in arms if a.kind == "hf" and a.temperature == arm.temperature for s in by_arm[a.name]]
+        width = [s for a in arms if a.kind == "width" and _same_width(a, arm) for s in by_arm[a.name]]
+        rows.append(_row(target, drafters, cfg, arm, by_arm[arm.name], plain, hf, width, questions, bootstrap))
+    drafts = [row for row in rows if row["draft_length"]]
+    greens = [row for row in drafts if not row["red"] and row["temperature"] == cfg.temperatures[0]]
+    best = max(greens, key=lambda row: row["tokens_per_second"], default=None)
+    report: Row = {
+        "machine": machine(target),
+        "run": _run_facts(target, drafters, prompts, cfg),
+        "rows": rows,
+        "best": best and best["name"],
+        "flags": _flags(drafts),
+        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]))],
+        "causes": list(CAUSES),
+        "examples": _examples(target, prompts, by_arm[best["name"] if best else arms[0].name]),
+        "definitions": DEFINITIONS,
+    }
+    if best is None:
+        report["limits"], report["gains"] = "a red losslessness check: find the cause before any speed matters", {}
+    else:
+        step = rows[0]["seconds_per_pass"]
+        plain_step = sum(step[part] for part in ("draft", "verify", "commit", "other"))
+        report["limits"], report["gains"] = limits(best, rows, plain_step, estimated.get(best["drafter"]))
+    return report
+
+
+def _same_width(width: Arm, arm: Arm) -> bool:
+    return (
+        arm.kind == "draft"
+        and arm.temperature == 0
+        and arm.decode.tree == "chain"
+        and width.decode.fixed_width == arm.decode.k + 1
+    )
+
+
+def _row(
+    target: Target,
+    drafters: dict[str, Any],
+    cfg: EvaluateConfig,
+    arm: Arm,
+    samples: Sequence[Sample],
+    plain: Sequence[Sample],
+    hf: Sequence[Sample],
+    width: Sequence[Sample],
+    questions: dict[tuple[str, int], list[int]],
+    bootstrap: Bootstrap,
+) -> Row:
+    """One row of the report. `plain`, `hf` and `width` are the samples to compare with."""
+    draft = arm.kind == "draft"
+    rules = sorted({s.rule for s in samples if s.verifies and s.rule in VERIFIERS}) if draft else []
+    lossless = all(VERIFIERS[rule].exact for rule in rules)
+    tokens_per_second, speed_interval = speed(samples, bootstrap)
+    tokens_per_forward, _ = rate(
+        bootstrap.sums(samples, lambda s: len(s.ids)), bootstrap.sums(samples, lambda s: s.forwards), bootstrap
+    )
+    ratio_to_plain, ratio_interval = ratio(samples, plain, bootstrap)
+    ratio_to_hf, hf_interval = ratio(samples, hf, bootstrap)
+    scored = [s.right for s in samples if s.right is not None]
+    row: Row = {
+        "name": arm.name,
+        "method": drafters[arm.drafter].method if arm.drafter else "plain",
+        "decode": {"plain": "plain", "width": "plain", "hf": "transformers generate", "draft": "speculate"}[arm.kind],
+        "drafter": arm.drafter,
+        "verifier": ", ".join(rules) or None,
+        "draft_length": arm.decode.k if draft else 0,
+        "tree": arm.decode.tree if draft else None,
+        "width": arm.decode.fixed_width if arm.kind == "width" else None,
+        "temperature": arm.temperature,
+        "dtype": cfg.dtype,
+        "prompts": len({s.prompt for s in samples}),
+        "tokens": sum(len(s.ids) for s in samples),
+        **acceptance(samples, bootstrap),
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_second_interval": speed_interval,
+        "ratio_to_plain": ratio_to_plain,
+        "ratio_to_plain_interval": ratio_interval,
+        "ratio_to_hf": ratio_to_hf,
+        "ratio_to_hf_interval": hf_interval,
+        "tokens_per_forward": tokens_per_forward,
+        "seconds_per_pass": {} if arm.kind == "hf" else split_per_pass(samples),
+        "quality": sum(scored) / len(scored) if scored else None,
+        "lossless": "exact" if lossless else "no",
+        "categories": by_category(samples, plain, bootstrap) if draft else {},
+        **_identity(target, drafters, cfg, arm, samples, plain, width, questions, lossless),
+    }
+    if row["red"]:
+        for name in ("tokens_per_second", "ratio_to_plain", "ratio_to_hf"):
+            row[name] = row[f"{name}_interval"] = None
+    return row
+
+
+def _identity(
+    target: Target,
+    drafters: dict[str, Any],
+    cfg: EvaluateConfig,
+    arm: Arm,
+    samples: Sequence[Sample],
+    plain: Sequence[Sample],
+    width: Sequence[Sample],
+    questions: dict[tuple[str, int], list[int]],
+    lossless: bool,
+) -> Row:
+    """Greedy answers against plain decoding: by id at the same width (chains), tie-aware otherwise.
+
+    Returns `identical_to_plain` (None = not compared), counts, first divergences from unpadded plain decoding with the
+    logit gap there, and `red`: why a row that should be lossless is not (None = it is, or it need not be).
+    """
+    found: Row = {
+        "identical_to_plain": None,
+        "identical_prompts": 0,
+        "checked_prompts": 0,
+        "divergences": [],
+        "red": None,
+    }
+    if arm.temperature > 0 or arm.kind == "plain":
+        return found
+    chain = arm.kind == "draft" and arm.decode.tree == "chain"
+    references = {(s.prompt, s.turn): s.ids for s in (width if chain else plain)}
+    pairs = [(s, references[s.prompt, s.turn]) for s in samples if (s.prompt, s.turn) in references]
+    differing = [s for s, ids in pairs if s.ids != ids]
+    found["checked_prompts"], found["identical_prompts"] = len(pairs), len(pairs) - len(differing)
+    found["identical_to_plain"] = not differing if pairs else None
+    if arm.kind == "draft":
+        unpadded = {(s.prompt, s.turn): s.ids for s in plain}
+        compared = [s for s in samples if s.ids != unpadded[s.prompt, s.turn]]
+        for sample in compared if lossless and not chain else compared[:SHOWN_DIVERGENCES]:
+            key = sample.prompt, sample.turn
+            other = divergence(target, drafters, arm, _params(cfg, arm), questions[key], unpadded[key], sample.ids)
+            found["divergences"].append({"prompt": sample.prompt, **other})
+        if lossless and chain and differing:
+            found["red"] = f"{len(differing)} of {len(pairs)} answers differ from plain decoding at the same width"
+        elif lossless and not all(other["excused"] for other in found["divergences"]):
+            wrong = sum(not other["excused"] for other in found["divergences"])
+            found["red"] = f"{wrong} of {len(samples)} answers differ from plain decoding without a near-tie"
+    return found
+
+
+def divergence(
+    target: Target,
+    drafters: dict[str, Any],
+    arm: Arm,
+    params: SamplingParams,
+    prompt: list[int],
+    reference: list[int],
+    other: list[int],
+) -> Row:
+    """Where the greedy answers of plain decoding (`reference`) and of `arm` (`other`) part, and whether low bits say why.
+
+    Both run again up to that token, with the logits that they choose from. The difference is excused when the top-2
+    logit gap of plain decoding is below 4 x the largest difference of the two ways' logits there.
+
+    Returns:
+        {"position", "reference", "other" (ids; None = ended), "gap", "width_difference", "excused"}.
+    """
+    n = min(len(reference), len(other))
+    position = next((i for i in range(n) if reference[i] != other[i]), n)
+    short = replace(params, max_new_tokens=position + 1)
+    drafter = drafters[arm.drafter] if arm.drafter else None
+    ways = ((None, DecodeConfig(keep_logits=True)), (drafter, replace(arm.decode, keep_logits=True)))
+    rows_V = []
+    for head, decode in ways:
+        (result,) = generate(target, [prompt], short, drafter=head, decode=decode)
+        assert result.logits is not None
+        rows_V.append(result.logits[position].double())
+    narrow_V, wide_V = rows_V
+    top = narrow_V.topk(2).values
+    gap, difference = float(top[0] - top[1]), float((narrow_V - wide_V).abs().max())
+    return {
+        "position": position,
+        "reference": reference[position] if position < len(reference) else None,
+        "other": other[position] if position < len(other) else None,
+        "gap": gap,
+        "width_difference": difference,
+        "excused": gap < 4 * difference,
+    }
+
+
+def _flags(drafts: Sequence[Row]) -> list[str]:
+    """What a reader must not overlook: slower than plain, lossy, unchecked."""
+    flags = []
+    for row in drafts:
+        if row["ratio_to_plain"] is not None and row["ratio_to_plain"] < 1:
+            flags.append(
+                f"{row['name']} is slower than plain decoding ({row['ratio_to_plain']:.2f} x) although tau is "
+                f"{row['tau']:.2f}: a pass costs more than it commits"
+            )
+        if row["lossless"] == "no":
+            flags.append(f"{row['name']} uses the rule {row['verifier']!r}, which changes the target's distribution")
+    return flags
+
+
+def _examples(target: Target, prompts: Sequence[Prompt], samples: Sequence[Sample], count: int = 6) -> list[Row]:
+    """Some answers, cut into pieces by where the tokens came from."""
+    first = {s.prompt: s for s in samples if s.turn == 0}
+    chosen = [prompt for prompt in prompts if prompt.id in first][:count]
+    return [
+        {
+            "prompt": prompt.id,
+            "category": prompt.category,
+            "question": prompt.messages[-1]["content"],
+            "pieces": pieces(target.tokenizer, first[prompt.id].ids, first[prompt.id].drafted_ids),
+        }
+        for prompt in chosen
+    ]
+
+
+def machine(target: Target) -> Row:
+    """What a figure depends on beside the code: hardware, threads, versions. No host name, no paths."""
+    import transformers
+
+    gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "draftsmith": __version__,
+        "git": _git_state(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git_state() -> str | None:
+    """Commit of the source tree, `+` when it has changes; None for an installed wheel."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return f"{head.stdout.strip()}{'+' if changes.stdout.strip() else ''}" if head.returncode == 0 else None
+
+
+def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], cfg: EvaluateConfig) -> Row:
+    return {
+        "name": ", ".join(drafters),
+        "suite": cfg.suite,
+        "prompts": len(prompts),
+        "turns": sum(1 + len(prompt.follow_ups) for prompt in prompts),
+        "max_new_tokens": cfg.max_new_tokens,
+        "dtype": cfg.dtype,
+        "target": target.facts.name,
+        "target_revision": target.facts.revision,
+        "k": list(cfg.k),
+        "trees": list(cfg.trees),
+        "temperatures": list(cfg.temperatures),
+        "verifier": cfg.verifier,
+        "chat_template": True,
+        "seed": cfg.seed,
+        "bootstrap": cfg.bootstrap,
+    }
+
+
+def _label(model: str) -> str:
+    """A short name of an export: its folder's, or that of the run around an `export` folder."""
+    path = Path(model)
+    return path.parent.name if path.name == "export" and path.parent.name else path.name
+
+
+def _partial_path(cfg: EvaluateConfig) -> Path:
+    path = Path(cfg.json) if cfg.json else Path(cfg.out) / "report.json"
+    return path.with_suffix(".partial.jsonl")
+
+
+def _fingerprint(target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], cfg: EvaluateConfig) -> str:
+    """Changes with anything that a sample depends on: settings, target, weights of the drafters, prompts, code."""
+    settings = asdict(replace(cfg, out="", json=None, html=None, bootstrap=1))
+    digest = sha256(json.dumps([settings, target.facts.fingerprint, __version__, torch.__version__]).encode())
+    digest.update(json.dumps([asdict(prompt) for prompt in prompts]).encode())
+    for name, drafter in drafters.items():
+        for key, tensor in drafter.state_dict().items():
+            digest.update(f"{name}/{key}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class _Partial:
+    """Samples of a run, one JSON line each behind a fingerprint; read back when the same run starts again."""
+
+    def __init__(self, path: Path, fingerprint: str):
+        self.done: dict[tuple[str, int, str], Sample] = {}
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        same = bool(lines) and lines[0] == json.dumps({"fingerprint": fingerprint})
+        for line in lines[1:] if same else []:
+            try:
+                sample = Sample(**json.loads(line))
+            except (json.JSONDecodeError, TypeError):
+                break  # the line that was being written when the run stopped
+            self.done[sample.prompt, sample.turn, sample.arm] = sample
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        for line in (json.dumps({"fingerprint": fingerprint}), *map(_line, self.done.values())):
+            self._file.write(line + "\n")
+        self._file.flush()
+
+    def add(self, sample: Sample) -> None:
+        self.done[sample.prompt, sample.turn, sample.arm] = sample
+        self._file.write(_line(sample) + "\n")
+        self._file.flush()
+
+
+def _line(sample: Sample) -> str:
+    return json.dumps(asdict(sample))

@@ -1,0 +1,269 @@
+"""`draftsmith generate`: answer one prompt, with or without a drafter, and show which tokens were drafted.
+
+draftsmith generate --model EXPORT --prompt "Write a haiku about rain." --show
+draftsmith generate --target smollm2 --prompt "What is a monad?" --temperature 0.7 --seed 1
+pytest tests/test_generate.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+
+from ..losses.probs import SamplingParams
+from ..models.target import Target, load_target
+from .commit import Detokenizer, Event, Result, Stats
+from .load import load_drafter, read_export_config
+from .report import plain
+from .speculate import DecodeConfig, generate
+from .verify import VERIFIERS
+
+DRAFTED = "bold green"
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """One prompt, and how to answer it."""
+
+    prompt: str
+    """The user's message (or, with `raw`, the text to go on from)."""
+    model: str | None = None
+    """Export folder or Hub id of a drafter; without it the target decodes on its own."""
+    target: str | None = None
+    """Hub id, folder, GGUF file or built-in name of the target; by default the one that `model` names."""
+    revision: str | None = None
+    """Revision of `model` on the Hub."""
+    target_revision: str | None = None
+    """Revision of the target on the Hub; by default the one that `model` names."""
+    system: str | None = None
+    """System message before the prompt."""
+    raw: bool = False
+    """Go on from the prompt as it stands, without the chat template."""
+    show: bool = False
+    """Colour the tokens that came from the draft (without colours: put them in « »)."""
+    stream: bool = True
+    """Print text as it is committed."""
+    k: int = DecodeConfig.k
+    """Tokens drafted per pass, at most what the drafter has."""
+    tree: str = DecodeConfig.tree
+    """Shape of the draft: chain, static or dynamic."""
+    nodes: int = DecodeConfig.nodes
+    """Most nodes of a static or dynamic tree."""
+    width: int = DecodeConfig.width
+    """Most candidates per node of a static or dynamic tree."""
+    verifier: str = DecodeConfig.verifier
+    """Acceptance rule; `auto` takes the exact one that fits. What each promises: inference/README.md."""
+    fixed_width: int | None = DecodeConfig.fixed_width
+    """Rows of every verification (chains; k + 1 or more): bit-identical to plain decoding of the same width."""
+    allow_lossy: bool = False
+    """Permit a rule that does not keep the target's distribution."""
+    temperature: float = SamplingParams.temperature
+    """0 = greedy."""
+    top_k: int = SamplingParams.top_k
+    """Keep this many most likely tokens; 0 = all."""
+    top_p: float = SamplingParams.top_p
+    """Keep the fewest most likely tokens that hold this mass."""
+    min_p: float = SamplingParams.min_p
+    """Drop tokens less likely than this share of the most likely one."""
+    repetition_penalty: float = SamplingParams.repetition_penalty
+    """Makes tokens of prompt and answer less likely; 1 = off."""
+    presence_penalty: float = SamplingParams.presence_penalty
+    """Subtracted once from the logits of tokens in the answer."""
+    frequency_penalty: float = SamplingParams.frequency_penalty
+    """Subtracted per occurrence in the answer."""
+    min_new_tokens: int = SamplingParams.min_new_tokens
+    """The answer cannot end before this many tokens."""
+    max_new_tokens: int = SamplingParams.max_new_tokens
+    """The answer ends after this many tokens."""
+    seed: int | None = SamplingParams.seed
+    """Seed of sampling: the same seed gives the same answer; null = fresh."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer."""
+    ignore_eos: bool = SamplingParams.ignore_eos
+    """Go on behind the end-of-sequence token."""
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    """Weights and states of target and drafter."""
+    device: str = "cpu"
+    """Where to run."""
+    trust_remote_code: bool = False
+    """Run code that comes with the target."""
+
+
+def run_generate(cfg: GenerateConfig) -> None:
+    """The command: load, answer, print the answer, the acceptance rule with its promise, and statistics.
+
+    Raises:
+        ValueError: neither model nor target, a drafter that does not fit the target, settings that cannot be meant.
+    """
+    sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
+    export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model else None
+    name = cfg.target or (export["target"]["name"] if export else None)
+    if name is None:
+        raise ValueError("nothing to decode with: give --model EXPORT (a drafter) or --target NAME (plain decoding)")
+    target = load_target(
+        name,
+        dtype=cfg.dtype,
+        device=cfg.device,
+        revision=cfg.target_revision or (export["target"].get("revision") if export and not cfg.target else None),
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    drafter = load_drafter(cfg.model, target, revision=cfg.revision) if cfg.model else None
+    console = Console(highlight=False)
+    ids = prompt_ids(target, cfg)
+    if export and len(ids) > export["train_length"]:
+        console.print(
+            plain(
+                f"note: the prompt has {len(ids)} tokens, the drafter was trained on up to {export['train_length']}; "
+                "the answer is right, acceptance may be lower"
+            )
+        )
+    start = time.perf_counter()
+    result = answer(target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
+    for line in summary(result, time.perf_counter() - start, drafter):
+        console.print(plain(line), style="dim")
+
+
+def answer(
+    target: Target,
+    drafter: Any,
+    ids: list[int],
+    sampling: SamplingParams,
+    decode: DecodeConfig,
+    console: Console,
+    *,
+    show: bool,
+    live: bool,
+) -> Result:
+    """Decode and print, piece by piece as tokens are committed (`live`) or at the end."""
+    painter = Painter(target.tokenizer, console, show)
+    events: list[Event] = []
+    (result,) = generate(
+        target, [ids], sampling, drafter=drafter, decode=decode, on_event=painter.paint if live else events.append
+    )
+    for event in events:
+        painter.paint(event)
+    painter.close()
+    return result
+
+
+class Painter:
+    """Prints the text of events; with `show`, drafted tokens stand out.
+
+    An event's text may lag behind its ids (unfinished characters, possible stop strings) or be cut, so the text of
+    each token waits in a queue with its origin, and leaves it as far as the event's text goes.
+    """
+
+    def __init__(self, tokenizer: Any, console: Console, show: bool):
+        self.detokenizer, self.console, self.show = Detokenizer(tokenizer), console, show
+        self.waiting: deque[tuple[str, bool]] = deque()
+        self.drafting = False  # an opened « waits for its »
+
+    def paint(self, event: Event) -> None:
+        if not self.show:
+            self._print(event.text)
+            return
+        for token, draft in zip(event.ids, event.from_draft, strict=True):
+            self.waiting.append((self.detokenizer.push(token), draft))
+        if event.stop_reason is not None:
+            self.waiting.append((self.detokenizer.flush(), False))
+        due = len(event.text)
+        while due and self.waiting:
+            text, draft = self.waiting.popleft()
+            if len(text) > due:
+                self.waiting.appendleft((text[due:], draft))
+            text = text[:due]
+            due -= len(text)
+            if text:
+                self._mark(draft)
+                self._print(text, DRAFTED if draft else "")
+
+    def close(self) -> None:
+        self._mark(False)
+        self.console.print()
+
+    def _mark(self, draft: bool) -> None:
+        if draft != self.drafting and self.console.color_system is None and self.show:
+            self._print("«" if draft else "»")
+        self.drafting = draft
+
+    def _print(self, text: str, style: str = "") -> None:
+        segment = Segment(plain(text).plain, Style.parse(style))  # a Text would expand tabs and wrap
+        self.console.print(Segments([segment]), end="", crop=False)
+
+
+def prompt_ids(target: Target, cfg: GenerateConfig) -> list[int]:
+    """Token ids of the prompt, through the target's chat template unless `raw`."""
+    if cfg.raw:
+        return target.tokenizer(cfg.prompt).input_ids
+    messages = [{"role": "system", "content": cfg.system}] if cfg.system is not None else []
+    messages.append({"role": "user", "content": cfg.prompt})
+    if target.tokenizer.chat_template is None:
+        raise ValueError(f"target {target.facts.name!r} has no chat template: add --raw to go on from the plain prompt")
+    return target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def sampling_of(cfg: GenerateConfig) -> SamplingParams:
+    """The sampling parameters among the settings."""
+    return SamplingParams(
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
+        presence_penalty=cfg.presence_penalty,
+        frequency_penalty=cfg.frequency_penalty,
+        min_new_tokens=cfg.min_new_tokens,
+        max_new_tokens=cfg.max_new_tokens,
+        seed=cfg.seed,
+        stop_strings=cfg.stop,
+        ignore_eos=cfg.ignore_eos,
+    )
+
+
+def decode_of(cfg: GenerateConfig) -> DecodeConfig:
+    """The decoding settings among the settings."""
+    return DecodeConfig(
+        k=cfg.k,
+        tree=cfg.tree,
+        nodes=cfg.nodes,
+        width=cfg.width,
+        verifier=cfg.verifier,
+        fixed_width=cfg.fixed_width,
+        allow_lossy=cfg.allow_lossy,
+    )
+
+
+def rule_line(rule: str) -> str:
+    """The acceptance rule with its promise: `exact` or `not exact`, and the condition."""
+    if rule not in VERIFIERS:
+        return "acceptance rule: none, plain decoding (exact)"
+    verifier = VERIFIERS[rule]
+    return f"acceptance rule: {rule} ({'exact' if verifier.exact else 'not exact'}; {verifier.condition})"
+
+
+def summary(result: Result, seconds: float, drafter: Any) -> Sequence[str]:
+    """Rule and statistics of one answer."""
+    stats: Stats = result.stats
+    lines = [rule_line(stats.rule)]
+    rate = f"{len(result.ids) / seconds:.1f} tokens/s" if seconds else "no time"
+    lines.append(
+        f"{len(result.ids)} tokens in {seconds:.2f} s ({rate}, prompt of {stats.prompt_tokens} tokens included), "
+        f"ended by {result.stop_reason}"
+    )
+    if drafter is not None and stats.verifies:
+        accepted = " ".join(f"{kept}/{tried}" for kept, tried in zip(stats.accepted, stats.tried, strict=True) if tried)
+        lines.append(
+            f"{stats.verifies} verify passes, {stats.tau:.2f} tokens per pass (the target's own included), "
+            f"{sum(result.from_draft)} tokens drafted; accepted by depth: {accepted or 'none tried'}"
+        )
+    total = stats.seconds_total
+    if total:
+        lines.append("time: " + ", ".join(f"{stage} {part / total:.0%}" for stage, part in stats.seconds.items()))
+    return lines
