@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from draftsmith.configs.training import BatchConfig, BudgetConfig, EvalConfig, LogConfig, OptimConfig, SaveConfig, TrainConfig
+from torch import nn
+
+from draftsmith.configs.training import (
+    BatchConfig,
+    BudgetConfig,
+    EvalConfig,
+    LogConfig,
+    OptimConfig,
+    SaveConfig,
+    TrainConfig,
+)
 from draftsmith.data.batch import Batch, TargetOut, supervised
 from draftsmith.data.encode import Sample
 from draftsmith.data.packing import collate, make_batch
@@ -21,7 +31,6 @@ from draftsmith.train import checkpoint, loop
 from draftsmith.train.loop import LossModule, State, evaluate, interval, train, wrong
 from draftsmith.train.optimiser import lr_factor, make_optimisers
 from draftsmith.train.stream import Stream, sample_ids
-from torch import nn
 
 VOCAB = 16
 
@@ -102,15 +111,25 @@ def config_of(run: Path, **changes: Any) -> TrainConfig:
 def stream_of(config: TrainConfig, samples: list[Sample], rank: int = 0, world: int = 1) -> Stream:
     batch = config.batch
     return Stream(
-        samples, row_length=batch.row_length, rows=batch.rows, accumulate=batch.accumulate, seed=config.seed, rank=rank, world=world
+        samples,
+        row_length=batch.row_length,
+        rows=batch.rows,
+        accumulate=batch.accumulate,
+        seed=config.seed,
+        rank=rank,
+        world=world,
     )
 
 
-def run(config: TrainConfig, samples: list[Sample], drafter: Toy | None = None, **more: Any) -> tuple[Toy, loop.Summary]:
+def run(
+    config: TrainConfig, samples: list[Sample], drafter: Toy | None = None, **more: Any
+) -> tuple[Toy, loop.Summary]:
     drafter = drafter or Toy()
     folder = Path(config.run)
     folder.mkdir(parents=True, exist_ok=True)
-    summary = train(config, Accelerator(cpu=True), drafter, stream_of(config, samples), lambda b: TargetOut(), folder, **more)
+    summary = train(
+        config, Accelerator(cpu=True), drafter, stream_of(config, samples), lambda b: TargetOut(), folder, **more
+    )
     return drafter, summary
 
 
@@ -160,7 +179,9 @@ def test_the_last_step_is_saved_between_save_points_and_a_longer_budget_goes_on(
     config = config_of(tmp_path, budget=BudgetConfig(steps=15), save=SaveConfig(steps=10))
     first, _ = run(config, samples)
     names = sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*"))
-    assert names == ["step-00000010", "step-00000015"] and all(checkpoint.complete(tmp_path / "checkpoints" / n) for n in names)
+    assert names == ["step-00000010", "step-00000015"] and all(
+        checkpoint.complete(tmp_path / "checkpoints" / n) for n in names
+    )
     second, _ = run(replace(config, budget=BudgetConfig(steps=30)), samples)
     straight, _ = run(config_of(tmp_path / "straight", budget=BudgetConfig(steps=30)), samples)
     assert len(second.seen) == 15 and first.seen + second.seen == straight.seen
@@ -236,7 +257,9 @@ def test_a_term_without_a_denominator_is_refused() -> None:
 
 def test_an_empty_batch_still_reaches_every_parameter() -> None:
     drafter = Toy()
-    loss, _ = LossModule(drafter, "fp32", torch.device("cpu"))(make_batch([[]], 8, 0, 0), TargetOut(), 0.0, {"depth_1": 5.0, "never": 0.0})
+    loss, _ = LossModule(drafter, "fp32", torch.device("cpu"))(
+        make_batch([[]], 8, 0, 0), TargetOut(), 0.0, {"depth_1": 5.0, "never": 0.0}
+    )
     loss.backward()
     assert float(loss) == 0.0 and all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
@@ -317,7 +340,9 @@ def test_a_skipped_step_leaves_weights_and_moments_alone(tmp_path: Path) -> None
 def test_twenty_skips_in_a_row_end_the_run_with_the_sample_ids(tmp_path: Path) -> None:
     drafter = Toy()
     drafter.poison = set(range(12))
-    with pytest.raises(RuntimeError, match=r"20 steps in a row were skipped.*samples: \[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11\]"):
+    with pytest.raises(
+        RuntimeError, match=r"20 steps in a row were skipped.*samples: \[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11\]"
+    ):
         run(config_of(tmp_path, budget=BudgetConfig(steps=100)), make_samples(12), drafter)
 
 
@@ -367,7 +392,9 @@ def test_minute_budget_counts_over_resumes(tmp_path: Path, monkeypatch: pytest.M
     _, second = run(replace(config, budget=BudgetConfig(minutes=0.5)), make_samples(12))
     assert second.state.done and second.state.seconds >= 30
     rates = [x["lr"] for x in lines(tmp_path, "train")]
-    assert rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(1e-3, rel=0.2)  # 10 % floor, by the clock
+    assert rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(
+        1e-3, rel=0.2
+    )  # 10 % floor, by the clock
 
 
 def test_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +438,9 @@ def test_heldout_figures_and_their_interval() -> None:
 
 def test_probe_and_metrics_are_logged(tmp_path: Path) -> None:
     config = config_of(tmp_path, evaluate=EvalConfig(every=3, probe_every=3))
-    _, summary = run(config, make_samples(12), heldout=[collate([s]) for s in make_samples(3)], probe=lambda d, stopped: {"tau": 1.5})
+    _, summary = run(
+        config, make_samples(12), heldout=[collate([s]) for s in make_samples(3)], probe=lambda d, stopped: {"tau": 1.5}
+    )
     assert [x["step"] for x in lines(tmp_path, "probe")] == [3, 6] and summary.probe == {"tau": 1.5}
     assert [x["step"] for x in lines(tmp_path, "heldout")] == [3, 6]
     line = lines(tmp_path, "train")[0]

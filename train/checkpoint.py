@@ -160,10 +160,26 @@ def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer]
                 kind: value if kind == "step" else value.to(parameter.device) for kind, value in kinds.items()
             }
     rng = load_file(path / "rng.safetensors")
-    if f"cpu.{accelerator.process_index}" in rng:
-        torch.set_rng_state(rng[f"cpu.{accelerator.process_index}"])
-    if torch.cuda.is_available() and f"cuda.{accelerator.process_index}" in rng:
-        torch.cuda.set_rng_state(rng[f"cuda.{accelerator.process_index}"])
+    mine = {
+        kind: rng[f"{kind}.{accelerator.process_index}"]
+        for kind in rng_state()
+        if f"{kind}.{accelerator.process_index}" in rng
+    }
+    set_rng_state(mine)
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Torch's generators of this process (dropout is all that draws from them)."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"cpu": torch.get_rng_state()} | cuda
+
+
+def set_rng_state(state: dict[str, Tensor]) -> None:
+    """The inverse of `rng_state`; generators that are not named stay as they are."""
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _optimiser_tensors(
@@ -213,9 +229,7 @@ def _zero(optimiser: Any) -> Any:
 
 
 def _rng_tensors(accelerator: Accelerator) -> dict[str, Tensor]:
-    mine = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        mine["cuda"] = torch.cuda.get_rng_state()
+    mine = rng_state()
     everyone: list[Any] = [mine]
     if accelerator.num_processes > 1:
         everyone = [None] * accelerator.num_processes

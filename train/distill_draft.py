@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
-from draftsmith.inference.speculate import DecodeConfig, generate
 
 from draftsmith.configs.parse import UsageError, guarded, nearest, parse, read_recipe, split_tokens
 from draftsmith.configs.training import TrainConfig, check, differing
@@ -40,6 +39,7 @@ from draftsmith.inference.card import scrub_values
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.load import load_drafter
+from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
 from draftsmith.models.target import Target, document_mask, load_target

@@ -194,6 +194,7 @@ def train(
             # 6. Forward and backward of every micro-batch. A loss that is not finite, or far above what the run is
             #    used to, skips the whole step; a signal ends it (the window is repeated after the resume).
             loss, metrics, bad = 0.0, dict[str, tuple[float, float]](), None
+            rng = checkpoint.rng_state()
             if not any(counts.values()):
                 bad = "no supervised token"
             for i, batch in enumerate(batches):
@@ -216,6 +217,7 @@ def train(
             # 7. Update, or skip: count it, name its samples, and give up when nothing else comes.
             if bad == "stopped":
                 engine.discard(accelerator, model, optimisers)
+                checkpoint.set_rng_state(rng)
                 continue
             state.window += 1
             state.tokens += int(tokens)
