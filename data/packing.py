@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 
+from ..kernels import rng
 from .batch import Batch
 from .encode import Sample
 
@@ -50,8 +50,9 @@ def pack(lengths: Sequence[int], row_length: int, seed: int, epoch: int) -> list
 
 
 def shuffled(n: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(n) from a counter-based hash: the same for every library version and machine."""
-    return np.argsort(_splitmix(np.arange(n, dtype=np.uint64), seed, epoch), kind="stable").tolist()
+    """A permutation of range(n) from counter-based random numbers: the same on every machine, whatever the library."""
+    draws_n = rng.uniform(seed, rng.ORDER, torch.arange(n), round=epoch)
+    return torch.argsort(draws_n, stable=True).tolist()
 
 
 def rows_of_rank(rows: Sequence[_Row], rank: int, world: int) -> list[_Row]:
@@ -91,14 +92,3 @@ def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: i
 def collate(samples: Sequence[Sample], seed: int = 0, epoch: int = 0) -> Batch:
     """One sample per row, right-padded to the longest."""
     return make_batch([[s] for s in samples], None, seed, epoch)
-
-
-def _splitmix(x: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """SplitMix64 finaliser over (seed, epoch, x); Steele, Lea, Flood 2014, constants of the reference code."""
-    with np.errstate(over="ignore"):
-        for word in (np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint64(epoch)):
-            x = x + (word + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-            x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            x = x ^ (x >> np.uint64(31))
-    return x
