@@ -37,11 +37,13 @@ SMALLEST_ACCEPT = 1e-8  # floor inside the logarithm; keeps a row without any ov
 class Teacher:
     """What the target says of R predictions: rows `index_R` of a bank of U rows, and the data's own tokens.
 
-    `logits_UW` are the target's logits of the draft vocabulary, `log_z_U` the log-sum-exp over all V, `top_U` the
-    target's argmax and `label_R` the token that the data holds, both in draft ids, -1 = outside the draft vocabulary.
+    `logits_UW` are the target's logits of the draft vocabulary (finite), `log_kept_U` their log-sum-exp, `log_z_U` that
+    over all V; `top_U` is the target's argmax and `label_R` the token that the data holds, both in draft ids, -1 =
+    outside the draft vocabulary.
     """
 
     logits_UW: Tensor
+    log_kept_U: Tensor
     log_z_U: Tensor
     top_U: Tensor
     index_R: Tensor
@@ -49,7 +51,7 @@ class Teacher:
 
     def rows(self, index_R: Tensor, label_R: Tensor) -> Teacher:
         """The same bank, read at other rows."""
-        return Teacher(self.logits_UW, self.log_z_U, self.top_U, index_R, label_R)
+        return Teacher(self.logits_UW, self.log_kept_U, self.log_z_U, self.top_U, index_R, label_R)
 
     @property
     def top_R(self) -> Tensor:
@@ -74,9 +76,8 @@ def ce(rows: Rows) -> Tensor:
 
 def kl(rows: Rows) -> Tensor:
     """[R] KL(p || q). With missing mass: mass * KL(p / mass || q), whose gradient is that of the true divergence."""
-    p_RW = rows.log_p_RW.exp()
-    cross_R = -(p_RW * rows.log_q_RW).sum(-1)
-    return cross_R - torch.special.entr(p_RW).sum(-1) - torch.special.xlogy(rows.mass_R, rows.mass_R)
+    value_R = (rows.log_p_RW.exp() * (rows.log_p_RW - rows.log_q_RW)).sum(-1)
+    return value_R - torch.special.xlogy(rows.mass_R, rows.mass_R)
 
 
 def reverse_kl(rows: Rows) -> Tensor:
@@ -154,19 +155,19 @@ def score_rows(logits_RW: Tensor, teacher: Teacher, terms: tuple[tuple[float, st
     wide = torch.promote_types(logits_RW.dtype, torch.float32)
     log_q_RW = logits_RW.to(wide).log_softmax(-1)
     true_RW = teacher.logits_UW[teacher.index_R].to(wide)
-    kept_R = true_RW.logsumexp(-1)
-    lost_log_R = (kept_R - teacher.log_z_U[teacher.index_R].to(wide)).clamp(max=0)  # log of the mass kept
-    shift_R = kept_R if oov != "tail" else kept_R - lost_log_R
-    mass_R = torch.ones_like(kept_R) if oov != "tail" else lost_log_R.exp()
+    kept_R = teacher.log_kept_U[teacher.index_R]
+    log_mass_R = (kept_R - teacher.log_z_U[teacher.index_R]).clamp(max=0)  # a captured log_z may be a little off
+    shift_R = kept_R if oov != "tail" else kept_R - log_mass_R
+    mass_R = torch.ones_like(kept_R) if oov != "tail" else log_mass_R.exp()
     rows = Rows(log_q_RW, true_RW - shift_R[:, None], mass_R, teacher.label_R)
     value_R = sum((coefficient * ON_DISTRIBUTIONS[name](rows) for coefficient, name in terms), torch.zeros_like(mass_R))
     top_R = teacher.top_R
     if oov == "mask":
         value_R = torch.where(top_R >= 0, value_R, value_R.new_zeros(()))
     with torch.no_grad():
-        log_p_RW = rows.log_p_RW if oov == "tail" else rows.log_p_RW + lost_log_R[:, None]
+        log_p_RW = rows.log_p_RW if oov == "tail" else rows.log_p_RW + log_mass_R[:, None]
         accept_R = torch.minimum(log_p_RW, log_q_RW).exp().sum(-1)
-        return Scored(value_R, log_q_RW.argmax(-1) == top_R, accept_R, -torch.expm1(lost_log_R))
+        return Scored(value_R, log_q_RW.argmax(-1) == top_R, accept_R, -torch.expm1(log_mass_R))
 
 
 class _Fused(torch.autograd.Function):
@@ -241,14 +242,24 @@ def make_teacher(
     """
     with torch.no_grad():
         logits_UW = head(hidden_UD, d2t_W)
+        log_kept_U = _log_sum(logits_UW, block)
         if log_z_U is None or top_U is None:
-            log_zs, tops = [], []
-            for lo in range(0, hidden_UD.shape[0], block):
-                full_UV = logits_UW[lo : lo + block] if d2t_W is None else head(hidden_UD[lo : lo + block], None)
-                log_zs.append(full_UV.to(torch.promote_types(full_UV.dtype, torch.float32)).logsumexp(-1))
-                tops.append(full_UV.argmax(-1))
-            log_z_U = torch.cat(log_zs) if log_zs else hidden_UD.new_zeros(0, dtype=torch.float32)
-            top_U = torch.cat(tops) if tops else torch.zeros(0, dtype=torch.int64, device=hidden_UD.device)
+            if d2t_W is None:
+                log_z_U, top_U = log_kept_U, logits_UW.argmax(-1)
+            else:
+                log_zs, tops = [log_kept_U[:0]], [torch.zeros(0, dtype=torch.int64, device=hidden_UD.device)]
+                for lo in range(0, hidden_UD.shape[0], block):
+                    full_UV = head(hidden_UD[lo : lo + block], None)
+                    log_zs.append(_log_sum(full_UV, block))
+                    tops.append(full_UV.argmax(-1))
+                log_z_U, top_U = torch.cat(log_zs), torch.cat(tops)
         top_U = top_U.long() if t2d_V is None else t2d_V[top_U.long()]
     nothing = top_U.new_zeros(0)
-    return Teacher(logits_UW, log_z_U, top_U, nothing, nothing)
+    return Teacher(logits_UW, log_kept_U, log_z_U.to(log_kept_U.dtype), top_U, nothing, nothing)
+
+
+def _log_sum(logits_UX: Tensor, block: int) -> Tensor:
+    """[U] log-sum-exp in fp32 at least, `block` rows at a time."""
+    wide = torch.promote_types(logits_UX.dtype, torch.float32)
+    parts = [part.to(wide).logsumexp(-1) for part in logits_UX.split(block)]
+    return torch.cat(parts) if parts else logits_UX.new_zeros(0, dtype=wide)

@@ -56,17 +56,18 @@ def unroll(
     k_BTGd, v_BTGd = cell.self_attn.keys_values(x_BTX, cell.rotary(batch.positions_BT))
     k_BGTd, v_BGTd = k_BTGd.transpose(1, 2), v_BTGd.transpose(1, 2)
     x_RX, residual_RD = rows.take(x_BTX), rows.take(residual_BTD)
+    hidden_RD = residual_RD
     own: list[tuple[Tensor, Tensor]] = []
     for step in range(steps):
         angles = cell.rotary(position_R + step)
         if step > 0:
+            feature_RD = cell.feed(hidden_RD.detach() if detach else hidden_RD)
             x_RX, residual_RD = cell.mix(embed(rows.take(batch.ids_BT, 1 + step)), feature_RD)
             k_RGd, v_RGd = cell.self_attn.keys_values(x_RX, angles)
             own.append((packing.spread(k_RGd), packing.spread(v_RGd)))
         q_BHQd = packing.spread(cell.self_attn.queries(x_RX, angles))
         hidden_RD = cell.finish(residual_RD, packing.collect(attend(q_BHQd, k_BGTd, v_BGTd, packing.see_BQT, own)))
         yield hidden_RD
-        feature_RD = cell.feed(hidden_RD.detach() if detach else hidden_RD)
 
 
 @dataclass

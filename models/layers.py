@@ -67,7 +67,7 @@ class Rotary:
             self.inverse, self.scale = 1.0 / float(rope["rope_theta"]) ** exponents, 1.0
         else:
             config = LlamaConfig(
-                hidden_size=facts.width,
+                hidden_size=facts.heads * facts.head_dim,  # read by nothing here, but checked
                 num_attention_heads=facts.heads,
                 head_dim=facts.head_dim,
                 max_position_embeddings=facts.max_positions,
@@ -96,16 +96,15 @@ def attend(
     """Attention [B, H, Q, d] of H heads over G key/value heads. Beside the S shared keys that `see_BQS` shows it, each
     query has keys of its own, one per entry (k_BGQd, v_BGQd) of `own` (the drafter's earlier steps at that row)."""
     b, h, q, d = q_BHQd.shape
-    g = k_BGSd.shape[1]
+    g, s = k_BGSd.shape[1:3]
     q_BGrQd = q_BHQd.reshape(b, g, h // g, q, d) * d**-0.5
-    scores_BGrQS = (q_BGrQd.flatten(2, 3) @ k_BGSd.transpose(-1, -2)).view(b, g, h // g, q, -1)
+    scores_BGrQS = (q_BGrQd.flatten(2, 3) @ k_BGSd.transpose(-1, -2)).view(b, g, h // g, q, s)
     scores_BGrQS = scores_BGrQS.masked_fill(~see_BQS[:, None, None], torch.finfo(scores_BGrQS.dtype).min)
     if own:
         columns = [(q_BGrQd * k_BGQd[:, :, None]).sum(-1, keepdim=True, dtype=scores_BGrQS.dtype) for k_BGQd, _ in own]
         scores_BGrQS = torch.cat([scores_BGrQS, *columns], dim=-1)
     wide = torch.promote_types(scores_BGrQS.dtype, torch.float32)
     weights_BGrQS = scores_BGrQS.softmax(-1, dtype=wide).to(v_BGSd.dtype)
-    s = k_BGSd.shape[2]
     out_BGrQd = (weights_BGrQS[..., :s].flatten(2, 3) @ v_BGSd).view(b, g, h // g, q, d)
     for i, (_, v_BGQd) in enumerate(own or []):
         out_BGrQd = out_BGrQd + weights_BGrQS[..., s + i, None] * v_BGQd[:, :, None]

@@ -1,0 +1,497 @@
+"""The four methods: which tokens they are trained on, how losses add up, what every weight is for, what is refused.
+
+pytest tests/test_methods.py
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftsmith.models import METHODS, supervision
+from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
+from draftsmith.models.eagle3 import default_taps
+from draftsmith.models.layers import Rotary, keyed_uniform
+from draftsmith.models.supervision import Rows, Scorer
+from draftsmith.models.target import Target, document_mask
+
+DEPTHS = {"medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "steps"}
+
+
+def make(method: str, target: Target, draft_ids: Tensor | None = None, depths: int = 3, **options: Any) -> Any:
+    torch.manual_seed(3)
+    options.setdefault(DEPTHS[method], depths)
+    drafter = METHODS[method](METHODS[method].Config(**options), target.facts, draft_ids)
+    drafter.init_from_target(target)
+    return drafter
+
+
+def one_row(ids: list[int], supervised: list[int], pad: int = 0, sample: int = 4) -> Batch:
+    """One document; `supervised` are indices; `pad` tokens follow it."""
+    n = len(ids)
+    flags = torch.zeros(1, n + pad, dtype=torch.bool)
+    flags[0, supervised] = True
+    return Batch(
+        F.pad(torch.tensor([ids]), (0, pad), value=2),
+        flags,
+        F.pad(torch.arange(n)[None], (0, pad)),
+        F.pad(torch.full((1, n), sample), (0, pad), value=-1),
+    )
+
+
+def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
+    see_BTT = document_mask(batch.samples_BT)
+    out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
+    return TargetOut(out.taps_BTPD, out.last_hidden_BTD, head=target.head, embed=target.embed)
+
+
+def total_loss(drafter: Any, batches: list[Batch], target: Target) -> Tensor:
+    """The loss of one optimiser step over several micro-batches, as the training loop normalises it."""
+    counts: dict[str, float] = {}
+    for batch in batches:
+        for term, count in drafter.denominators(batch, 0.0).items():
+            counts[term] = counts.get(term, 0.0) + count
+    losses = [drafter(batch, states(target, drafter, batch), 0.0).losses for batch in batches]
+    return sum((loss[term] / counts[term] for loss in losses for term in loss if counts[term]), torch.zeros(()))
+
+
+def gradients(drafter: Any, batches: list[Batch], target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+    drafter.zero_grad(set_to_none=True)
+    loss = total_loss(drafter, batches, target)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in drafter.named_parameters()}
+
+
+@pytest.fixture
+def target(tiny: Callable[..., Target]) -> Target:
+    return tiny()
+
+
+def test_every_method_is_covered() -> None:
+    assert set(DEPTHS) == set(METHODS)
+    assert all(METHODS[name].method == name for name in METHODS)
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+def test_pairs_of_rows_and_labels(method: str, target: Target, monkeypatch: Any) -> None:
+    """ids 10..21, assistant tokens at 5..8 (8 ends the turn). Depth 1 is trained on labels 6, 7, 8, the first from the
+    state of the last prompt token (4); 5 is every method's anchor and nobody's label; 9 and later never."""
+    batch = one_row(list(range(10, 22)), [5, 6, 7, 8])
+    drafter = make(method, target)
+    out = states(target, drafter, batch)
+    seen: list[tuple[list[int], Tensor]] = []
+    fused = supervision.fused_score
+
+    def spy(logits_RW: Tensor, teacher: Any, *rest: Any) -> Any:
+        seen.append(((teacher.label_R - 10).tolist(), teacher.logits_UW[teacher.index_R]))
+        return fused(logits_RW, teacher, *rest)
+
+    monkeypatch.setattr(supervision, "fused_score", spy)
+    drafter(batch, out, 0.0)
+    rows = Rows.of(batch, 3)
+    assert [labels for labels, _ in seen] == [[6, 7, 8], [7, 8], [8]]
+    for depth, (labels, teacher_RV) in enumerate(seen, 1):
+        states_R = rows.flat_R[rows.pairs[depth - 1]].tolist()
+        assert states_R == [label - 1 - depth for label in labels] and states_R[0] == 4
+        before_R = torch.tensor(labels) - 1  # the teacher of a label is the target after the token before it
+        torch.testing.assert_close(teacher_RV, target.head(out.last_hidden_BTD[0, before_R]))
+    assert drafter.denominators(batch, 0.0) == {"depth_1": 3.0, "depth_2": 2.0, "depth_3": 1.0}
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+def test_oracle_logits_cost_nothing_and_every_weight_learns(method: str, target: Target, monkeypatch: Any) -> None:
+    """ids 0..9, all supervised: head i (0-based) at position t has label t + 2 + i, and no weight is without gradient."""
+    batch = one_row(list(range(10)), list(range(10)))
+    drafter = make(method, target, objective="ce")
+    add = Scorer.add
+
+    def oracle(self: Scorer, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
+        t_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
+        logits_RW = logits_RW.detach() * 0 + 60.0 * F.one_hot(t_R + 1 + depth, logits_RW.shape[-1])
+        add(self, depth, logits_RW.requires_grad_(), feature_RD)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "add", oracle)
+        losses = drafter(batch, states(target, drafter, batch), 0.0).losses
+    assert {name: float(loss.detach()) for name, loss in losses.items()} == {f"depth_{d}": 0.0 for d in (1, 2, 3)}
+    _, grads = gradients(drafter, [batch], target)
+    assert all(grad is not None and float(grad.norm()) > 0 for grad in grads.values())
+    for depth in (1, 2, 3):  # and each depth by itself reaches the weights that are its own
+        drafter.zero_grad(set_to_none=True)
+        drafter(batch, states(target, drafter, batch), 0.0).losses[f"depth_{depth}"].backward()
+        own = [p for n, p in drafter.named_parameters() if n.startswith(f"lm_heads.{depth - 1}.")]
+        assert all(p.grad is not None and float(p.grad.norm()) > 0 for p in own)
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+def test_padding_and_prompt_length_change_nothing(method: str, tiny: Callable[..., Target]) -> None:
+    """One document alone, with unsupervised tokens behind it, padded to 512, and packed behind another document.
+
+    In float64, so that the bound of 1e-6 cannot be met by luck or missed by rounding.
+    """
+    torch.manual_seed(1)
+    target = tiny(dtype=torch.float64)
+    ids = torch.randint(3, 250, (20,)).tolist()
+    drafter = make(method, target, torch.arange(0, 250, 2)).double()
+    supervised = list(range(11, 19))
+    alone = one_row(ids, supervised)
+    longer = one_row(ids + torch.randint(3, 250, (100,)).tolist(), supervised)
+    padded = one_row(ids, supervised, pad=492)
+    other = one_row(torch.randint(3, 250, (30,)).tolist(), [], sample=9)
+    packed = Batch(*(torch.cat([getattr(b, f.name) for b in (other, alone)], 1) for f in dataclasses.fields(Batch)[:4]))
+    if method == "eagle":
+        drafter.eval()  # its noise is scaled by the document's length, which `longer` changes
+    loss, grads = gradients(drafter, [alone], target)
+    for batch in (longer, padded, packed):
+        loss_too, grads_too = gradients(drafter, [batch], target)
+        torch.testing.assert_close(loss_too, loss, atol=1e-6, rtol=1e-6)
+        for name, grad in grads.items():
+            torch.testing.assert_close(
+                grads_too[name], grad, atol=1e-6, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+def test_split_steps_have_the_gradient_of_the_whole(method: str, target: Target) -> None:
+    """Two rows at once, as two micro-batches, and beside an empty one: the same loss and gradients."""
+    torch.manual_seed(2)
+    rows = [one_row(torch.randint(3, 250, (24,)).tolist(), list(range(a, 22)), sample=a) for a in (5, 15)]
+    whole = Batch(*(torch.cat([getattr(b, f.name) for b in rows]) for f in dataclasses.fields(Batch)[:4]))
+    empty = one_row([5] * 24, [])
+    drafter = make(method, target).train()
+    loss, grads = gradients(drafter, [whole], target)
+    for batches in (rows, [*rows, empty]):
+        loss_too, grads_too = gradients(drafter, batches, target)
+        torch.testing.assert_close(loss_too, loss, atol=1e-5, rtol=1e-5)
+        for name, grad in grads.items():
+            torch.testing.assert_close(
+                grads_too[name], grad, atol=1e-5, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+def test_empty_batch_gives_every_weight_a_gradient_of_zero(method: str, target: Target) -> None:
+    """A process whose rows hold nothing to learn must still take part in the sum over processes."""
+    drafter = make(method, target)
+    batch = one_row([5] * 12, [])
+    assert set(drafter.denominators(batch, 0.0).values()) == {0.0}
+    terms = drafter(batch, states(target, drafter, batch), 0.0)
+    sum(terms.losses.values(), torch.zeros(())).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
+    assert all(float(total) == 0 and float(count) == 0 for total, count in terms.metrics.values())
+
+
+def greedy(target: Target, ids: list[int], new: int) -> list[int]:
+    for _ in range(new):
+        out = target.forward(torch.tensor([ids]), torch.arange(len(ids))[None])
+        ids = [*ids, int(target.head(out.last_hidden_BTD[0, -1]).argmax())]
+    return ids
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_overfits_32_tokens_and_drafts_them(method: str, reduced: bool, target: Target) -> None:
+    """Trained on one greedy answer of 32 tokens until every greedy match is 1.0; then drafting from the prompt on, the
+    runtime's own way, every drafted token is right."""
+    torch.manual_seed(4)
+    ids = greedy(target, torch.randint(3, 250, (8,)).tolist(), 32)
+    batch = one_row(ids, list(range(8, 40)))
+    draft_ids = torch.tensor(sorted({*ids, *range(40, 80)})) if reduced else None
+    options = {"noise": 0.0, "objective": "feature_smooth_l1 + kl"} if method == "eagle" else {}
+    drafter = make(method, target, draft_ids, **options).train()
+    out = states(target, drafter, batch)
+    optimiser = torch.optim.Adam(drafter.parameters(), lr=5e-3)
+    counts = drafter.denominators(batch, 0.0)
+    for step in range(400):
+        terms = drafter(batch, out, 0.0)
+        if all(float(terms.metrics[f"accuracy_{d}"][0]) == counts[f"depth_{d}"] for d in (1, 2, 3)) and step > 20:
+            break
+        optimiser.zero_grad()
+        sum((terms.losses[term] / counts[term] for term in counts), torch.zeros(())).backward()
+        optimiser.step()
+    assert {d: float(terms.metrics[f"accuracy_{d}"][0] / counts[f"depth_{d}"]) for d in (1, 2, 3)} == {1: 1, 2: 1, 3: 1}
+    drafter.eval()
+    state, at, seen = drafter.init(Prefill(1, 60, torch.device("cpu"), torch.float32)), 0, 8
+    while seen + 3 < 40:  # `seen` committed tokens, ids[seen] is the anchor, the draft is ids[seen + 1 : seen + 4]
+        span = slice(at, seen)
+        commit = Commit(
+            batch.ids_BT[:, span],
+            torch.tensor([seen - at]),
+            batch.positions_BT[:, span],
+            batch.ids_BT[:, seen],
+            None if out.taps_BTPD is None else out.taps_BTPD[:, span],
+            out.last_hidden_BTD[:, span],
+        )
+        state, level = drafter.start(state, commit)
+        drafted: list[int] = []
+        for k in range(3):
+            row_W = level.logits_BNW[0, k if drafter.parallel > 1 else -1]
+            best = int(row_W.argmax())
+            drafted.append(best if drafter.d2t_W is None else int(drafter.d2t_W[best]))
+            if drafter.parallel == 1 and k < 2:
+                state, level = drafter.extend(state, torch.tensor([[drafted[-1]]]), torch.tensor([[k]]))
+        assert drafted == ids[seen + 1 : seen + 4]
+        at, seen = seen, seen + 4
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+def test_targets_outside_the_draft_vocabulary_are_rejections(method: str, target: Target) -> None:
+    """A draft vocabulary without the target's own answer: accuracy 0, the mass outside reported, finite losses."""
+    torch.manual_seed(4)
+    ids = greedy(target, torch.randint(3, 250, (8,)).tolist(), 16)
+    batch = one_row(ids, list(range(8, 24)))
+    draft_ids = torch.tensor([i for i in range(256) if i not in ids])
+    for oov in ("renormalise", "mask", "tail"):
+        drafter = make(method, target, draft_ids, oov=oov)
+        terms = drafter(batch, states(target, drafter, batch), 0.0)
+        values = {name: float(total) / float(count) for name, (total, count) in terms.metrics.items()}
+        assert values["accuracy_1"] == values["accuracy_2"] == values["run_length"] == 0
+        assert values["lost_mass"] > 0.1 and values["accept_1"] <= 1 - values["lost_mass"] + 1e-5
+        assert all(bool(loss.isfinite()) for loss in terms.losses.values())
+        no_ce = oov == "mask" and "feature" not in METHODS[method].Config().objective
+        assert (float(sum(terms.losses.values()).detach()) == 0) == no_ce
+
+
+def test_run_length_counts_leading_hits_of_complete_rows(target: Target) -> None:
+    """Depths right by plan: row i of 5 complete ones is right at depths 1..i; later hits after a miss do not count."""
+    batch = one_row(list(range(3, 14)), list(range(1, 10)))
+    drafter = make("medusa", target)
+    out = states(target, drafter, batch)
+    rows = Rows.of(batch, 3)
+    scorer = Scorer(rows, batch, out, None, None, ((1.0, "kl"),), "renormalise", 0.5)
+    right = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 1]])  # rows of depth 3
+    losses = []
+    for depth in (1, 2, 3):
+        teacher = scorer.teacher_of(depth)
+        hit_R = F.pad(right[:, depth - 1], (0, len(teacher.index_R) - 6)).bool()
+        top_R = torch.where(hit_R, teacher.top_R, (teacher.top_R + 1) % 256)
+        logits_RW = 5.0 * F.one_hot(top_R, 256)
+        scorer.add(depth, logits_RW)
+        losses.append(supervision.fused_score(logits_RW, teacher, ((1.0, "kl"),), "renormalise")[0])
+    terms = scorer.terms()
+    assert [float(x) for x in terms.metrics["run_length"]] == [3 + 2 + 1 + 0 + 0 + 3, 6]
+    assert [float(x) for x in terms.metrics["run_length_sq"]] == [9 + 4 + 1 + 0 + 0 + 9, 6]
+    assert float(terms.metrics["accuracy_2"][0]) == 4 and float(terms.metrics["accuracy_2"][1]) == 7
+    for depth in (1, 2, 3):
+        torch.testing.assert_close(terms.losses[f"depth_{depth}"], losses[depth - 1] * 0.5 ** (depth - 1))
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+def test_captured_log_z_and_top_give_the_same_loss(method: str, target: Target) -> None:
+    torch.manual_seed(6)
+    batch = one_row(torch.randint(3, 250, (20,)).tolist(), list(range(6, 20)))
+    drafter = make(method, target, torch.arange(5, 200)).eval()
+    live = states(target, drafter, batch)
+    logits_BTV = target.head(live.last_hidden_BTD)
+    kept = dataclasses.replace(live, log_z_BT=logits_BTV.logsumexp(-1), top_BT=logits_BTV.argmax(-1).int())
+    one, two = drafter(batch, live, 0.0), drafter(batch, kept, 0.0)
+    for term in one.losses:
+        torch.testing.assert_close(one.losses[term], two.losses[term])
+    assert {k: float(v[0]) for k, v in one.metrics.items()} == pytest.approx(
+        {k: float(v[0]) for k, v in two.metrics.items()}
+    )
+
+
+@pytest.mark.parametrize("method", DEPTHS)
+def test_bf16_autocast_with_fp32_masters(method: str, tiny: Callable[..., Target]) -> None:
+    """The loss under bf16 autocast of a bf16 target stays near the fp32 one, gradients are fp32."""
+    torch.manual_seed(7)
+    batch = one_row(torch.randint(3, 250, (30,)).tolist(), list(range(6, 30)))
+    full, half = tiny(), tiny(dtype=torch.bfloat16)
+    drafter = make(method, full).eval()
+    want = total_loss(drafter, [batch], full).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = total_loss(drafter, [batch], half)
+    loss.backward()
+    assert {p.grad.dtype for p in drafter.parameters()} == {torch.float32}
+    torch.testing.assert_close(loss.detach(), want, rtol=0.1, atol=0.1)  # bf16 keeps 8 bits, over four tiny layers
+
+
+def test_medusa_starts_from_the_targets_own_head(target: Target) -> None:
+    """W = 0 and head rows copied: at first every head says SiLU(b) aside what the target says; blocks are not shared."""
+    drafter = make("medusa", target, torch.arange(3, 90), layers=2)
+    for blocks, head in zip(drafter.blocks, drafter.lm_heads, strict=True):
+        assert not any(layer.weight.any() for layer in blocks.layers)
+        assert torch.equal(head.weight, target.head_weight[3:90])
+        for layer in blocks.layers:
+            torch.nn.init.zeros_(layer.bias)
+    assert len({p.data_ptr() for p in drafter.parameters()}) == len(list(drafter.parameters())) == 3 * (2 * 2 + 1)
+    hidden = torch.randn(5, 48)
+    torch.testing.assert_close(drafter.predict(2, hidden, target.head), target.head(hidden)[:, 3:90])
+    shared = make("medusa", target, torch.arange(3, 90), head="shared")
+    assert not any("lm_head" in name for name, _ in shared.named_parameters())
+
+
+def test_hydra_starts_from_the_targets_own_head(target: Target) -> None:
+    drafter = make("hydra", target, layers=2, prefix=True)
+    for head in drafter.heads:
+        for layer in (head.mixer, *head.layers):
+            torch.nn.init.zeros_(layer.bias)
+    hidden, embeds = torch.randn(5, 48), torch.randn(5, 3, 48)
+    for i in range(3):
+        torch.testing.assert_close(drafter.predict(i, hidden, embeds), target.head(hidden))
+    torch.testing.assert_close(drafter.prefix.finish(hidden, torch.randn(5, 48)), hidden)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_eagle3_starts_from_the_targets_norm_and_head(family: str, tiny: Callable[..., Target]) -> None:
+    target = tiny(family=family)
+    drafter = make("eagle3", target, torch.arange(3, 90))
+    stream = torch.randn(5, 48)
+    got, want = drafter.lm_head(drafter.norm(stream)), target.head(target.norm(stream), drafter.d2t_W)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 6, 7, 30, 80])
+def test_default_taps(layers: int) -> None:
+    taps = default_taps(layers)
+    assert list(taps) == sorted(set(taps)) and 0 <= taps[0] and taps[-1] <= layers
+    assert len(taps) == min(3, layers + 1)
+    if layers >= 7:
+        assert taps == (2, layers // 2, layers - 3)
+
+
+@pytest.mark.parametrize(("width", "heads", "head_dim"), [(48, 4, 16), (40, 3, 16)])
+@pytest.mark.parametrize("method", DEPTHS)
+def test_head_size_is_read_not_computed(method: str, width: int, heads: int, head_dim: int, tiny: Any) -> None:
+    """Two training steps and a save/load round trip for targets whose heads do not divide their width."""
+    target = tiny(family="qwen3", width=width, heads=heads, kv_heads=heads, head_dim=head_dim)
+    options = {"prefix": True} if method == "hydra" else {}
+    drafter = make(method, target, **options)
+    batch = one_row(list(range(10, 30)), list(range(6, 20)))
+    optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
+    for _ in range(2):
+        total_loss(drafter, [batch], target).backward()
+        optimiser.step()
+    again = make(method, target, **options)
+    again.load_state_dict(drafter.state_dict())
+    losses = [float(total_loss(d.eval(), [batch], target).detach()) for d in (drafter, again)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    if "eagle" in method:
+        assert drafter.self_attn.q_proj.weight.shape[0] == heads * head_dim
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 5e6},
+    {"rope_type": "linear", "rope_theta": 5e6, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 5e6, "factor": 4.0, "original_max_position_embeddings": 64},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e6,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda r: r["rope_type"])
+def test_rotary_table_is_the_targets(rope: dict[str, Any], tiny: Callable[..., Target]) -> None:
+    target = tiny(rope=rope, max_positions=256)
+    config = LlamaConfig(
+        hidden_size=48, num_attention_heads=4, head_dim=12, max_position_embeddings=256, rope_parameters=dict(rope)
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    positions = torch.tensor([[0, 1, 63, 64, 200]])
+    ours = make("eagle3", target).rotary
+    for got, want in zip(ours(positions), theirs(torch.zeros(1, 5, 48), positions), strict=True):
+        torch.testing.assert_close(got, want)
+    assert ours.scale == theirs.attention_scaling
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"rope_type": "foo", "rope_theta": 1e4}, "'foo' is not supported"),
+        ({"rope_type": "dynamic", "rope_theta": 1e4}, "'dynamic' is not supported"),
+        ({"rope_theta": 1e4}, "None is not supported"),
+        ({"rope_type": "default"}, "no rope_theta"),
+    ],
+)
+def test_rotary_settings_refused(rope: dict[str, Any], words: str, target: Target) -> None:
+    with pytest.raises(ValueError, match="rope") as error:
+        Rotary(dataclasses.replace(target.facts, rope=rope))
+    assert words in str(error.value)
+
+
+def test_partial_rotation_is_not_inherited(target: Target) -> None:
+    facts = dataclasses.replace(target.facts, rope={**target.facts.rope, "partial_rotary_factor": 0.5})
+    assert Rotary(facts).inverse.shape == (6,)
+
+
+def test_casting_a_drafter_leaves_its_rotary_table_alone(target: Target) -> None:
+    drafter = make("eagle3", target)
+    before = drafter.rotary.inverse.clone()
+    assert torch.equal(drafter.to(torch.bfloat16).rotary.inverse, before)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [([3, 3, 4], "distinct"), ([4, 3], "ascending"), ([3, 256], "tokenizer"), ([-1, 3], "tokenizer"), ([], "distinct")],
+)
+def test_draft_vocabulary_refused(ids: list[int], words: str, target: Target) -> None:
+    with pytest.raises(ValueError, match=words):
+        make("eagle3", target, torch.tensor(ids, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("eagle3", {"objective": "0.9*kll"}, "nearest is 'kl'"),
+        ("eagle3", {"steps": 0}, "at least one depth, got 0"),
+        ("eagle3", {"depth_weight": 0.0}, "depth_weight"),
+        ("eagle3", {"oov": "drop"}, "renormalise, mask, tail, got 'drop'"),
+        ("eagle3", {"taps": (3, 1)}, "ascending"),
+        ("eagle3", {"taps": (1, 9)}, r"0..4"),
+        ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "exclude"),
+        ("eagle3", {"kv_heads": 3}, "4 query heads cannot share 3"),
+        ("eagle3", {"objective": "kl + feature_smooth_l1"}, "eagle3 has none"),
+        ("eagle", {"noise": -1.0}, "noise"),
+        ("medusa", {"layers": 0}, "layers"),
+        ("hydra", {"dropout": 1.0}, "dropout"),
+    ],
+)
+def test_settings_refused(method: str, options: dict[str, Any], words: str, target: Target) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(method, target, **options)
+
+
+def test_drafting_before_bind_and_past_medusas_heads_is_refused(target: Target) -> None:
+    batch = one_row(list(range(10, 30)), [])
+    commit = Commit(batch.ids_BT, torch.tensor([20]), batch.positions_BT, torch.tensor([5]), torch.randn(1, 20, 3, 48))
+    drafter = METHODS["eagle3"](METHODS["eagle3"].Config(), target.facts)
+    with pytest.raises(ValueError, match="bind"):
+        drafter.start(drafter.init(Prefill(1, 30, torch.device("cpu"), torch.float32)), commit)
+    with pytest.raises(ValueError, match="3 heads"):
+        make("medusa", target).extend(None, torch.tensor([[1]]), torch.tensor([[0]]))
+
+
+def test_keyed_noise_depends_on_sample_and_position_alone() -> None:
+    """The same draw wherever a document lies; uniform; other seeds, epochs, streams and samples differ."""
+    alone = one_row(list(range(40)), [], sample=4)
+    other = one_row(list(range(10)), [], sample=9)
+    packed = Batch(*(torch.cat([getattr(b, f.name) for b in (other, alone)], 1) for f in dataclasses.fields(Batch)[:4]))
+    drawn = keyed_uniform(alone, 100)
+    assert torch.equal(keyed_uniform(packed, 100)[:, 10:], drawn)
+    assert not torch.equal(keyed_uniform(packed, 100)[:, :10], drawn[:, :10])
+    variants = [dataclasses.replace(alone, seed=1), dataclasses.replace(alone, epoch=1)]
+    assert not any(torch.equal(keyed_uniform(v, 100), drawn) for v in variants)
+    assert not torch.equal(keyed_uniform(alone, 100, stream=1), drawn)
+    assert drawn.unique().numel() > 3500 and abs(float(drawn.mean()) - 0.5) < 0.02 and float(drawn.max()) < 1
+
+
+@pytest.mark.parametrize(("method", "options"), [("eagle", {"noise": 0.5}), ("hydra", {"dropout": 0.3, "layers": 2})])
+def test_training_noise_is_reproducible_and_off_in_evaluation(method: str, options: Any, target: Target) -> None:
+    batch = one_row(list(range(10, 40)), list(range(6, 30)))
+    drafter = make(method, target, **options)
+    noisy = [float(total_loss(drafter.train(), [batch], target).detach()) for _ in range(2)]
+    other = float(total_loss(drafter, [dataclasses.replace(batch, epoch=1)], target).detach())
+    quiet = float(total_loss(drafter.eval(), [batch], target).detach())
+    assert noisy[0] == noisy[1] and len({noisy[0], other, quiet}) == 3
