@@ -18,6 +18,7 @@ DRAFT = 1  # a drafted token
 ACCEPT = 2  # the coin of one drafted token
 RESIDUAL = 3  # the token after a rejection
 NOISE = 4  # training noise
+ORDER = 5  # the order of training samples in an epoch
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
