@@ -72,12 +72,18 @@ class Target(nn.Module):
         self._tapped = [*parts.layers, parts.norm]
         self._windows = windows_of(config)
         self._family = family_of(config)
-        self._additive = getattr(config, "_attn_implementation", "sdpa") == "eager"
+        if config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"target {name!r} runs attention by {config._attn_implementation!r}, which takes no mask of ours; load it "
+                "with attn_implementation 'sdpa' or 'eager'"
+            )
+        self._additive = config._attn_implementation == "eager"
         self._cache_argument = _cache_argument(parts.decoder)
         self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._causal_TT = torch.ones(0, 0, dtype=torch.bool)
         self.facts = _facts(model, tokenizer, name, revision)
-        self.banned_ids = _banned_ids(tokenizer, self.facts.vocab)
+        self.banned_ids: Tensor
+        self.register_buffer("banned_ids", _banned_ids(tokenizer, self.facts.vocab), persistent=False)
         _refuse_non_finite(model, name)
         self.eval()
 
