@@ -27,8 +27,10 @@ from .supervision import Packing, Rows
 class Cell(Protocol):
     """The layer, in the parts between which rows are gathered or cached."""
 
-    self_attn: Attention
     rotary: Rotary
+
+    @property
+    def self_attn(self) -> Attention: ...
 
     def mix(self, embed_XD: Tensor, feature_XD: Tensor) -> tuple[Tensor, Tensor]:
         """The attention's input, and the residual beside it."""

@@ -116,8 +116,14 @@ class Eagle(nn.Module):
     # The cell of models/autoregression.py
 
     @property
+    def layer(self) -> Layer:
+        (layer,) = self.layers
+        assert isinstance(layer, Layer)
+        return layer
+
+    @property
     def self_attn(self) -> Attention:
-        return self.layers[0].self_attn
+        return self.layer.self_attn
 
     def mix(self, embed_XD: Tensor, feature_XD: Tensor) -> tuple[Tensor, Tensor]:
         fused_XD = self.fc(torch.cat([embed_XD.to(feature_XD.dtype), feature_XD], dim=-1))
@@ -125,7 +131,7 @@ class Eagle(nn.Module):
 
     def finish(self, residual_XD: Tensor, attended_XD: Tensor) -> Tensor:
         hidden_XD = residual_XD + self.self_attn.o_proj(attended_XD)
-        return hidden_XD + self.layers[0].mlp(self.layers[0].post_attention_layernorm(hidden_XD))
+        return hidden_XD + self.layer.mlp(self.layer.post_attention_layernorm(hidden_XD))
 
     def feed(self, hidden_XD: Tensor) -> Tensor:
         return hidden_XD

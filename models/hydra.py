@@ -147,9 +147,10 @@ class Hydra(nn.Module):
         self.vocab = register_vocabulary(self, facts, draft_ids)
         self.prefix = Prefix(facts) if config.prefix else None
         self.heads = nn.ModuleList([Head(facts.width, i + 1, config.layers) for i in range(config.heads)])
-        self.lm_heads = nn.ModuleList([nn.Linear(facts.width, self.vocab) for _ in range(config.heads)])
-        for head in self.lm_heads:
+        lm_heads = [nn.Linear(facts.width, self.vocab) for _ in range(config.heads)]
+        for head in lm_heads:
             nn.init.zeros_(head.bias)
+        self.lm_heads = nn.ModuleList(lm_heads)
         self.target_embed: TargetEmbed = refuse_unbound
 
     def bind(self, target: Any) -> None:
@@ -159,13 +160,14 @@ class Hydra(nn.Module):
     @torch.no_grad()
     def init_from_target(self, target: Any) -> None:
         """Start the projections from the target's rows; then `bind`."""
-        for head in self.lm_heads:
-            head.weight.copy_(head_rows(target, self.d2t_W))
+        for name, parameter in self.lm_heads.named_parameters():
+            if name.endswith("weight"):
+                parameter.copy_(head_rows(target, self.d2t_W))
         self.bind(target)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_heads[0].weight.dtype
+        return next(self.parameters()).dtype
 
     def predict(self, head: int, state_XD: Tensor, embed_XKD: Tensor, keep_LXD: Tensor | None = None) -> Tensor:
         """Logits [X, W] of one head (0-based), which reads the first head + 1 embeddings."""

@@ -61,9 +61,10 @@ class Blocks(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
-        for layer in self.layers:
-            nn.init.zeros_(layer.weight)
+        linears = [nn.Linear(width, width) for _ in range(layers)]
+        for linear in linears:
+            nn.init.zeros_(linear.weight)
+        self.layers = nn.ModuleList(linears)
 
     def forward(self, x_XD: Tensor) -> Tensor:
         for layer in self.layers:
@@ -101,13 +102,13 @@ class Medusa(nn.Module):
     def init_from_target(self, target: Any) -> None:
         """Start own heads from the target's rows; then `bind`."""
         if self.config.head == "own":
-            for head in self.lm_heads:
-                head.weight.copy_(head_rows(target, self.d2t_W))
+            for weight in self.lm_heads.parameters():
+                weight.copy_(head_rows(target, self.d2t_W))
         self.bind(target)
 
     def predict(self, head: int, state_XD: Tensor, target_head: TargetHead) -> Tensor:
         """Logits [X, W] of one head (0-based) for normed target states."""
-        hidden_XD = self.blocks[head](state_XD.to(self.blocks[0].layers[0].weight.dtype))
+        hidden_XD = self.blocks[head](state_XD.to(next(self.parameters()).dtype))
         return self.lm_heads[head](hidden_XD) if self.config.head == "own" else target_head(hidden_XD, self.d2t_W)
 
     # Training

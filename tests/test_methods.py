@@ -351,7 +351,7 @@ def test_eagle3_starts_from_the_targets_norm_and_head(family: str, tiny: Callabl
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 6, 7, 30, 80])
 def test_default_taps(layers: int) -> None:
     taps = default_taps(layers)
-    assert list(taps) == sorted(set(taps)) and 0 <= taps[0] and taps[-1] <= layers
+    assert list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= layers
     assert len(taps) == min(3, layers + 1)
     if layers >= 7:
         assert taps == (2, layers // 2, layers - 3)

@@ -7,6 +7,7 @@ trees. Random weights everywhere, so that no part is idle.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -132,9 +133,11 @@ def test_training_logits_equal_runtime_logits(name: str, target: Target, monkeyp
     documents = [(batch.samples_BT[0] == i).nonzero()[:, 0] for i in range(2)]
     state = drafter.init(Prefill(2, 40, torch.device("cpu"), torch.float32))
     compared, edges = 0, [(0, 0), (5, 3), (6, 7), (9, 8), (10, 12), (14, 12), (17, 12)]
-    for (lo0, lo1), (hi0, hi1) in zip(edges, edges[1:], strict=False):
+    for (lo0, lo1), (hi0, hi1) in pairwise(edges):
         commit = commit_of([(documents[0], lo0, hi0), (documents[1], lo1, hi1)], out, batch)
-        tokens_BK = torch.stack([batch.ids_BT[0, r[hi + 1 : hi + 1 + K]] for r, hi in zip(documents, (hi0, hi1))])
+        tokens_BK = torch.stack(
+            [batch.ids_BT[0, r[hi + 1 : hi + 1 + K]] for r, hi in zip(documents, (hi0, hi1), strict=True)]
+        )
         state, drafted_BKW = runtime_levels(drafter, state, commit, tokens_BK)
         for b, (document, lo, hi) in enumerate(zip(documents, (lo0, lo1), (hi0, hi1), strict=True)):
             for k in range(K if hi > lo else 0):
