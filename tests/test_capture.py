@@ -1,0 +1,265 @@
+"""Capturing states: right for every sample, resumable, never non-finite, announced in bytes (B13, B15, B31)."""
+
+import dataclasses
+import json
+import re
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.data.encode import Sample
+from draftsmith.data.packing import collate
+from draftsmith.data.sources import DataConfig
+from draftsmith.data.states import shard_file
+from draftsmith.inference import capture as module
+from draftsmith.inference.capture import CaptureConfig, capture, run_capture
+from draftsmith.inference.progress import progress_bar
+from draftsmith.models.pretrained import tiny_target
+from draftsmith.models.target import Target
+
+TAPS = (1, 2, 4)
+LENGTHS = (3, 17, 1, 9, 17)
+
+
+def some_samples(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[Sample]:
+    """Random ids; the second and the last share a prefix of 8 tokens; the last half of each is supervised."""
+    random = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(3, 256, (n,), generator=random) for n in lengths]
+    if lengths is LENGTHS:
+        ids[4][:8] = ids[1][:8]
+    return [Sample(i, x, torch.arange(len(x)) >= len(x) // 2) for i, x in enumerate(ids)]
+
+
+def many_samples() -> list[Sample]:
+    return some_samples(tuple(20 + (i * 31) % 80 for i in range(80)))
+
+
+def by_one(target: Target, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = collate([sample])
+    with torch.no_grad():
+        out = target.forward(batch.ids_BT, batch.positions_BT, taps=TAPS)
+    return out.taps_BTPD[0], out.last_hidden_BTD[0]
+
+
+def gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference, relative to the largest state: the residual stream of the tiny target grows to about 10."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1))
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 40, 4096])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_states_belong_to_their_sample(tiny: Any, tmp_path: Path, batch_tokens: int, reverse: bool) -> None:
+    """B13: alone, in one batch, in another order, by a second call, in chunks of 4 tokens."""
+    target, data = tiny(), some_samples()
+    order = data[::-1] if reverse else data
+    store = capture(target, order, tmp_path, TAPS, True, batch_tokens, False, stored="float32")
+    again = capture(target, order, tmp_path, TAPS, True, batch_tokens, False, stored="float32")
+    for s in data:
+        taps_TPD, last_TD = by_one(target, s)
+        for opened in (store, again):
+            out = opened.fill(collate([s]))
+            assert out.taps_BTPD.shape[1] == len(s)
+            assert gap(out.taps_BTPD[0], taps_TPD) < 1e-5
+            assert gap(out.last_hidden_BTD[0], last_TD) < 1e-5
+        cache = target.new_cache(1, len(s))
+        for at in range(0, len(s), 4):
+            ids = s.ids[None, at : at + 4]
+            with torch.no_grad():
+                chunk = target.forward(ids, torch.arange(at, at + ids.shape[1])[None], cache=cache, taps=TAPS)
+            cache.commit(torch.tensor([ids.shape[1]]))
+            stored = store.fill(collate([s])).taps_BTPD[0, at : at + 4]
+            assert gap(stored, chunk.taps_BTPD[0]) < 1e-5
+    records = [load_file(path) for path in sorted(tmp_path.glob("shard-*"))]
+    assert torch.equal(torch.cat([r["ids"] for r in records]).long(), torch.cat([s.ids for s in order]))
+
+
+def test_the_teacher_is_kept_where_the_next_token_is_supervised(tiny: Any, tmp_path: Path) -> None:
+    target, data = tiny(), some_samples()
+    store = capture(target, data, tmp_path, TAPS, progress=False, stored="float32")
+    for s in data:
+        out = store.fill(collate([s]))
+        logits_TV = target.head(by_one(target, s)[1])
+        wanted = torch.cat([s.supervised[1:], torch.tensor([False])])
+        assert torch.equal(out.top_BT[0] >= 0, wanted)
+        assert torch.equal(out.top_BT[0][wanted], logits_TV.argmax(-1)[wanted])
+        torch.testing.assert_close(out.log_z_BT[0][wanted], logits_TV.logsumexp(-1)[wanted])
+
+
+def test_stored_in_bf16_is_the_rounded_state(tiny: Any, tmp_path: Path) -> None:
+    target, data = tiny(), some_samples((12,))
+    out = capture(target, data, tmp_path, TAPS, progress=False).fill(collate(data))
+    taps_TPD, last_TD = by_one(target, data[0])
+    assert torch.equal(out.taps_BTPD[0], taps_TPD.bfloat16())
+    assert torch.equal(out.last_hidden_BTD[0], last_TD.bfloat16())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_threads_ranks_and_resume_give_the_same_bytes(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, data = tiny(), many_samples()
+    capture(target, data, tmp_path / "one", TAPS, progress=False, threads=1)
+    want = contents(tmp_path / "one")
+    assert len(want) > 4
+
+    capture(target, data, tmp_path / "threads", TAPS, progress=False, threads=3)
+    assert contents(tmp_path / "threads") == want
+
+    def other() -> None:
+        capture(target, data, tmp_path / "ranks", TAPS, progress=False, threads=1, rank=1, world=2)
+
+    rank_1 = threading.Thread(target=other)
+    rank_1.start()
+    rank_1.join(0.5)
+    assert rank_1.is_alive() and not (tmp_path / "ranks" / "index.json").exists()  # it waits for rank 0
+    store = capture(tiny(seed=0), data, tmp_path / "ranks", TAPS, progress=False, threads=1, rank=0, world=2)
+    rank_1.join()
+    assert contents(tmp_path / "ranks") == want
+    assert store.tokens == sum(map(len, data))
+
+    calls, run = [0], module._states
+
+    def dies(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 3:
+            raise KeyboardInterrupt
+        return run(*args)
+
+    monkeypatch.setattr(module, "_states", dies)
+    with pytest.raises(KeyboardInterrupt):
+        capture(target, data, tmp_path / "resumed", TAPS, progress=False, threads=1)
+    there = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "resumed").glob("shard-*.safetensors")}
+    assert 0 < len(there) < len(want) - 1
+    monkeypatch.setattr(module, "_states", run)
+    capture(target, data, tmp_path / "resumed", TAPS, progress=False, threads=1)
+    assert contents(tmp_path / "resumed") == want
+    assert all((tmp_path / "resumed" / name).stat().st_mtime_ns == t for name, t in there.items())
+
+
+def test_a_broken_shard_of_an_unfinished_capture_is_written_anew(tiny: Any, tmp_path: Path) -> None:
+    target, data = tiny(), many_samples()
+    capture(target, data, tmp_path, TAPS, progress=False)
+    want = contents(tmp_path)
+    (tmp_path / "index.json").unlink()
+    (tmp_path / shard_file(1)).write_bytes(want[shard_file(1)][:100])
+    capture(target, data, tmp_path, TAPS, progress=False)
+    assert contents(tmp_path) == want
+
+
+def test_states_of_something_else_are_refused_naming_the_field(tiny: Any, tmp_path: Path) -> None:
+    target, data = tiny(), some_samples()
+    capture(target, data, tmp_path, TAPS, progress=False)
+    with pytest.raises(ValueError, match="another taps"):
+        capture(target, data, tmp_path, (1, 3), progress=False)
+    with pytest.raises(ValueError, match="another target"):
+        capture(tiny(seed=1), data, tmp_path, TAPS, progress=False)
+    with pytest.raises(ValueError, match="another length"):
+        capture(target, [*data, *some_samples((30,))], tmp_path, TAPS, progress=False)
+    masked = [dataclasses.replace(s, supervised=torch.ones_like(s.supervised)) for s in data]
+    with pytest.raises(ValueError, match="another data"):
+        capture(target, masked, tmp_path, TAPS, progress=False)
+    template, target.tokenizer.chat_template = target.tokenizer.chat_template, "{{ messages }}"
+    try:
+        with pytest.raises(ValueError, match="another template"):
+            capture(target, data, tmp_path, TAPS, progress=False)
+    finally:
+        target.tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="tap 5"):
+        capture(target, data, tmp_path / "new", (5,), progress=False)
+    capture(target, data, tmp_path, (2,), need_last_hidden=False, progress=False)  # a part of it is there
+
+
+def overflowing(dtype: torch.dtype, data: list[Sample]) -> tuple[Target, int]:
+    """A tiny target whose third layer overflows fp16 in exactly one of the samples, and that sample's id."""
+    target = tiny_target(dtype=torch.float32)
+    layer = target.model.model.layers[2]
+    peaks: list[float] = []
+    handle = layer.mlp.register_forward_hook(lambda m, i, out: peaks.append(float(out.abs().max())))
+    for s in data:
+        by_one(target, s)
+    handle.remove()
+    top, second = sorted(peaks, reverse=True)[:2]
+    assert top > 1.05 * second, "the samples do not tell apart"
+    layer.mlp.down_proj.weight.mul_(65504 / (top * second) ** 0.5)
+    return Target(target.model.to(dtype), target.tokenizer, "tiny"), peaks.index(top)
+
+
+def test_overflow_in_fp16_is_skipped_named_and_counted(tmp_path: Path) -> None:
+    """B15."""
+    data = some_samples((24, 24, 24, 24, 24, 24), seed=4)
+    for dtype in (torch.float32, torch.bfloat16):
+        target, _ = overflowing(dtype, data)
+        store = capture(target, data, tmp_path / str(dtype), TAPS, progress=False)
+        assert store.skipped == {} and store.tokens == 6 * 24
+    target, bad = overflowing(torch.float16, data)
+    with pytest.raises(ValueError, match=rf"1 of 6 samples .*\(sample {bad} at h\[3\]\); allowed are 1.0%"):
+        capture(target, data, tmp_path / "half", TAPS, progress=False, stored="float16")
+    store = capture(target, data, tmp_path / "half", TAPS, progress=False, stored="float16", max_skipped=0.2)
+    assert store.skipped == {bad: "h[3]"}
+    assert [s.sample_id for s in store.usable(data)] == [i for i in range(6) if i != bad]
+    assert all(
+        torch.isfinite(x).all() for path in (tmp_path / "half").glob("shard-*") for x in load_file(path).values()
+    )
+    assert torch.isfinite(store.fill(collate(store.usable(data))).taps_BTPD).all()
+    with pytest.raises(ValueError, match=rf"sample {bad} was skipped \(h\[3\] was not finite\)"):
+        store.fill(collate(data))
+
+
+def thousand(folder: Path) -> DataConfig:
+    """1,000 samples of exactly 64 tokens for the tiny target."""
+    file = folder / "data.jsonl"
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x9" * 64}]
+    file.write_text("".join(json.dumps({"id": str(i), "messages": chat}) + "\n" for i in range(1000)))
+    return DataConfig(source=str(file), max_length=64)
+
+
+def test_bytes_are_announced_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B31: 1,000 samples x 64 tokens x 4 states x 48 x 2 bytes."""
+    config = CaptureConfig(target="tiny", dtype="float32", out=str(tmp_path / "s"), data=thousand(tmp_path), taps=TAPS)
+    run_capture(dataclasses.replace(config, dry_run=True))
+    assert not (tmp_path / "s").exists()
+    out = capsys.readouterr().out
+    states, rest = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) bytes", out))
+    assert states == 24_576_000
+    run_capture(config)
+    assert "64,000 tokens" in capsys.readouterr().out
+    written = sum(path.stat().st_size for path in (tmp_path / "s").glob("shard-*"))
+    assert abs(written - states - rest) < 0.01 * states
+
+
+def test_too_small_a_disk_is_refused_before_the_first_forward(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, data = tiny(), some_samples()
+    needed = sum(map(len, data)) * (4 * 48 * 2 + 12)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    monkeypatch.setattr(module, "_states", lambda *_: pytest.fail("a forward pass was made"))
+    with pytest.raises(ValueError, match=rf"states need {needed:,} bytes"):
+        capture(target, data, tmp_path / "s", TAPS, progress=False)
+    assert not list(tmp_path.rglob("shard-*"))
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for name, value in {"rank": 1, "threads": 0, "max_skipped": 2.0}.items():
+        with pytest.raises(ValueError, match=name):
+            CaptureConfig(**{"out": "x", name: value})
+
+
+def test_the_progress_bar_shows_rate_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("working", 100, unit="things") as bar:
+        bar(40)
+        bar(60)
+    err = capsys.readouterr().err
+    assert "100 of 100 things" in err and "0:00:00" in err
+    with progress_bar("quiet", 1, shown=False) as bar:
+        bar(1)
+    assert capsys.readouterr().err == ""
