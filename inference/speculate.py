@@ -231,7 +231,8 @@ class _Batch:
             )
         ahead = decode.fixed_width or (nodes + 1 if drafter is not None else 1)
         self.slots = max(len(r.prompt) + r.params.max_new_tokens for r in requests) + ahead
-        self.cache = target.new_cache(len(requests), self.slots)
+        # Rows are bit-identical only over equally many keys as well: read all slots, not as far as the longest row.
+        self.cache = target.new_cache(len(requests), self.slots, read_all=decode.fixed_width is not None)
         self.taps = tuple(drafter.taps) if drafter is not None else ()
         self.draft_params = self.params
         if decode.draft_temperature is not None:
