@@ -70,7 +70,8 @@ class Stats:
             tried=_sum(self.tried, other.tried),
             accepted=_sum(self.accepted, other.accepted),
             ranks=[
-                _sum(a, b) for a, b in zip(_pad(self.ranks, other.ranks, []), _pad(other.ranks, self.ranks, []), strict=True)
+                _sum(a, b)
+                for a, b in zip(_pad(self.ranks, other.ranks, []), _pad(other.ranks, self.ranks, []), strict=True)
             ],
             seconds={s: self.seconds[s] + other.seconds[s] for s in STAGES},
             rule=self.rule if self.rule == other.rule or other.rule == "plain" else other.rule,
@@ -198,7 +199,13 @@ class Request:
     """One prompt being answered: its parameters, its tokens, why it stopped, its counts."""
 
     def __init__(
-        self, row: int, prompt: Sequence[int], params: SamplingParams, eos_ids: Sequence[int], tokenizer: Any, live: bool
+        self,
+        row: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        eos_ids: Sequence[int],
+        tokenizer: Any,
+        live: bool,
     ) -> None:
         """`live`: text is wanted with every event, not only at the end."""
         if params.stop_strings and tokenizer is None:

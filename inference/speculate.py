@@ -170,7 +170,9 @@ def _check_prompt(target: Any, i: int, prompt: Sequence[int], params: SamplingPa
 class _Ledger:
     """What penalties and the minimal length need to know of a batch; empty where no request uses them."""
 
-    def __init__(self, requests: list[Request], params: ParamRows, vocab: int, tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, requests: list[Request], params: ParamRows, vocab: int, tokens: int, device: torch.device
+    ) -> None:
         self.tokens = tokens
         self.requests = requests
         self.prompt_BV = self.counts_BV = self.stops_BV = None
@@ -319,9 +321,7 @@ class _Batch:
             ids_BM = torch.cat([ids_BM, self.anchors_B[:, None].expand(b, pad)], 1)
             depths_BM = torch.cat([depths_BM, torch.arange(rows, width, device=self.device).expand(b, pad)], 1)
         see_BMM = None if chain else tree.visible()
-        out = self.target.forward(
-            ids_BM, start_B1 + depths_BM, cache=self.cache, see_BTA=see_BMM, taps=self.taps
-        )
+        out = self.target.forward(ids_BM, start_B1 + depths_BM, cache=self.cache, see_BTA=see_BMM, taps=self.taps)
         logits_BMV = self.target.head(out.last_hidden_BTD)[:, :rows]
         clock = self._spend("verify", clock)
 
@@ -336,7 +336,9 @@ class _Batch:
         ranks = ranks_BN.gather(1, (path_BL - 1).clamp(min=0)).tolist() if longest else [[]] * b
         tokens, last = tokens_BL.tolist(), choice.token_B.tolist()
 
-        keep_B = torch.tensor([c + 1 if alive else 0 for c, alive in zip(counts, live, strict=True)], device=self.device)
+        keep_B = torch.tensor(
+            [c + 1 if alive else 0 for c, alive in zip(counts, live, strict=True)], device=self.device
+        )
         path_BA = torch.nn.functional.pad(path_BL, (1, 0))  # the anchor first
         if chain:
             self.cache.commit(keep_B)

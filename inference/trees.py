@@ -80,7 +80,13 @@ class Plan:
 
     @staticmethod
     def make(
-        tree: str, k: int, width: int, nodes: int, choices: Sequence[Sequence[int]] | None, limit: int | None, vocab: int
+        tree: str,
+        k: int,
+        width: int,
+        nodes: int,
+        choices: Sequence[Sequence[int]] | None,
+        limit: int | None,
+        vocab: int,
     ) -> Plan:
         """Fit the wish to the drafter: `limit` = its depths (None = any), `vocab` = its vocabulary."""
         if tree not in TREES:
@@ -231,7 +237,9 @@ def build_chain(drafter: Any, state: Any, level: Level, draft: Draft, plan: Plan
     if rows:
         q = Proposal(torch.cat([*rows, torch.zeros_like(rows[0])], 1), d2t_W, replacement=False)
     parents_BK = steps_K.expand(b, -1)
-    return state, _tree(torch.cat(tokens, 1), parents_BK, parents_BK + 1, torch.cat(log_probs, 1), torch.cat(valid, 1), q)
+    return state, _tree(
+        torch.cat(tokens, 1), parents_BK, parents_BK + 1, torch.cat(log_probs, 1), torch.cat(valid, 1), q
+    )
 
 
 def build_static(drafter: Any, state: Any, level: Level, draft: Draft, plan: Plan) -> tuple[Any, Tree]:

@@ -213,9 +213,7 @@ def typical_odds(tree: Tree, p_BMV: Tensor, epsilon: float = 0.09, delta: float 
 
 
 VERIFIERS = {
-    "greedy": Verifier(
-        greedy_odds, choose_top, exact=True, condition="temperature 0", q="any", greedy_only=True
-    ),
+    "greedy": Verifier(greedy_odds, choose_top, exact=True, condition="temperature 0", q="any", greedy_only=True),
     "sample_match": Verifier(
         fixed_odds,
         choose_by_match,
