@@ -122,8 +122,7 @@ def rejection_odds(tree: Tree, p_BMV: Tensor) -> Odds:
     """
     r_BMV = p_BMV.clone()
     accept_BN = torch.zeros(tree.tokens_BN.shape, dtype=p_BMV.dtype, device=p_BMV.device)
-    b, n = tree.tokens_BN.shape
-    if n == 0:
+    if tree.tokens_BN.shape[1] == 0:
         return Odds(accept_BN, r_BMV)
     q = tree.q
     q_BMW = None if q is None else q.rows_BMW.to(p_BMV.dtype).clone()

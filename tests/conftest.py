@@ -17,6 +17,7 @@ import http.server
 import json
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
