@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from .cache import Cache
 from .drafter import TargetFacts
@@ -82,6 +82,7 @@ class Target(nn.Module):
         self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._causal_TT = torch.ones(0, 0, dtype=torch.bool)
         self.facts = _facts(model, tokenizer, name, revision)
+        self._fixed_to = self.facts.max_positions if self.facts.rope["rope_type"] == "longrope" else None
         self.banned_ids: Tensor
         self.register_buffer("banned_ids", _banned_ids(tokenizer, self.facts.vocab), persistent=False)
         _refuse_non_finite(model, name)
@@ -135,6 +136,11 @@ class Target(nn.Module):
         Every token must see itself. Raises ValueError for taps outside 0..layers, and if the cache overflows.
         """
         t = positions_BT.shape[1]
+        if self._fixed_to is not None and int(positions_BT.max()) >= self._fixed_to:
+            raise ValueError(
+                f"position {int(positions_BT.max())}: beyond {self._fixed_to} positions the rotary frequencies of target "
+                f"{self.facts.name!r} change with the longest row, which is not supported; use shorter texts"
+            )
         if see_BTA is None:
             see_BTA = self._causal(t).expand(positions_BT.shape[0], t, t)
         if cache is None:
@@ -274,15 +280,24 @@ def load_target(
         raise ValueError(f"target {name!r}: no such folder or GGUF file, no hub id (owner/name), not smollm2 or tiny")
     where = str(path) if local else name
     try:
-        model, tokenizer = _from_pretrained(where, gguf, dtype, revision, trust_remote_code)
+        commit = None if local else _commit_of(name, revision)
+        model, tokenizer = _from_pretrained(where, gguf, dtype, commit, trust_remote_code)
     except OSError as error:
         raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     shown = name if name == "smollm2" or not local else (gguf or path.resolve().name)
-    commit = None if local else (getattr(model.config, "_commit_hash", None) or revision)
     target = Target(model, tokenizer, shown, commit).to(device)
     if model.config.model_type not in FAMILIES:
         _probe(target)
     return target
+
+
+def _commit_of(hub_id: str, revision: str | None) -> str:
+    """The commit (40 hexadecimal digits) that a branch, tag or short name means now. Raises OSError if unknown."""
+    file = cached_file(hub_id, "config.json", revision=revision)
+    found = re.search(r"snapshots[/\\]([0-9a-f]{40})[/\\]", file or "")
+    if found is None:
+        raise OSError(f"no commit found for revision {revision!r} of {hub_id!r}")
+    return found[1]
 
 
 def _from_pretrained(

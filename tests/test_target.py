@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [4.0, 4.0, 4.0],
+    "factor": 4.0,
+    "partial_rotary_factor": 0.5,
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2},
     "llama-tied": {"family": "llama", "tied": True},
@@ -43,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3-untied": {"family": "gemma3_text", "window": 3},
     "phi3": {"family": "phi3", "kv_heads": 2},
     "phi3-window": {"family": "phi3", "window": 6},
+    "phi3-longrope": {"family": "phi3", "rope": LONGROPE},
     "olmo2": {"family": "olmo2", "kv_heads": 2},
 }
 # Families without a record: found by structure.
@@ -375,6 +385,23 @@ def test_nested_under_another_prefix(tmp_path: Path, tiny: Callable[..., Target]
     assert load_target(str(tmp_path), dtype="float32").facts.fingerprint == source.facts.fingerprint
 
 
+def test_hub_id_is_pinned_to_its_commit(
+    variants: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository in the local Hub cache: whatever branch was asked for, the commit is what gets recorded."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--owner--small"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(variants["single"], repository / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    facts = load_target("owner/small", dtype="float32").facts
+    assert (facts.name, facts.revision) == ("owner/small", commit)
+    assert load_target("owner/small", revision=commit, dtype="float32").facts == facts
+    with pytest.raises(ValueError, match="owner/small"):
+        load_target("owner/small", revision="no-such-branch")
+
+
 def test_fingerprint_is_of_the_content(tiny: Callable[..., Target], variants: dict[str, Path]) -> None:
     base = tiny().facts.fingerprint
     assert tiny_target().facts.fingerprint == base
@@ -490,6 +517,15 @@ def test_rope_facts_wherever_the_config_keeps_them(
     assert facts.rope["rope_theta"] == 5e6 and facts.rope["rope_type"] == (scaling or "default")
     assert {key: facts.rope[key] for key in rope} == rope
     assert facts.rope == source.facts.rope and scaling in (None, *ROPE_TYPES)
+
+
+def test_frequencies_that_depend_on_the_batch_are_refused(tiny: Callable[..., Target]) -> None:
+    """Beyond the original length, longrope's frequencies change for all rows once one row is longer."""
+    target = tiny(**CASES["phi3-longrope"])
+    limit = target.facts.max_positions
+    target.forward(_ids(1, 2), torch.tensor([[limit - 2, limit - 1]]))
+    with pytest.raises(ValueError, match=f"position {limit}"):
+        target.forward(_ids(1, 2), torch.tensor([[limit - 1, limit]]))
 
 
 def test_head_size_is_read_not_computed(tiny: Callable[..., Target]) -> None:
