@@ -29,6 +29,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..data.encode import Sample, encode_all
+from ..data.packing import collate
 from ..data.sources import DataConfig, load_conversations
 from ..data.states import (
     DTYPES,
@@ -304,34 +305,28 @@ def _fill(
 
 def _states(target: Target, group: Sequence[Sample], fields: StateFields) -> list[dict[str, Tensor]]:
     """Tensors of a shard for each sample of one forward pass: right-padded rows, which a causal mask keeps apart."""
-    lengths = [len(s) for s in group]
-    ids_BT = torch.zeros(len(group), max(lengths), dtype=torch.int64)
-    for b, sample in enumerate(group):
-        ids_BT[b, : lengths[b]] = sample.ids
-    ids_BT = ids_BT.to(target.device)
-    positions_BT = torch.arange(ids_BT.shape[1], device=target.device).expand_as(ids_BT)
-    out = target.forward(ids_BT, positions_BT, taps=fields.taps)
-    stored, records = DTYPES[fields.stored], []
-    for b, sample in enumerate(group):
-        hidden_ND = out.last_hidden_BTD[b, : lengths[b]]
-        log_z_N, top_N = _teacher(target, hidden_ND, sample)
-        record = {"ids": sample.ids.to(torch.int32), "log_z": log_z_N, "top": top_N}
-        if out.taps_BTPD is not None:
-            record["taps"] = out.taps_BTPD[b, : lengths[b]].to(stored).cpu()
-        if fields.last_hidden:
-            record["last_hidden"] = hidden_ND.to(stored).cpu()
-        records.append(record)
-    return records
+    batch = collate(group).to(target.device)
+    out = target.forward(batch.ids_BT, batch.positions_BT, taps=fields.taps)
+    log_z_BT, top_BT = _teacher(target, out.last_hidden_BTD, batch.supervised_BT)
+    tensors = {"ids": batch.ids_BT.to(torch.int32), "log_z": log_z_BT, "top": top_BT}
+    if out.taps_BTPD is not None:
+        tensors["taps"] = out.taps_BTPD.to(DTYPES[fields.stored])
+    if fields.last_hidden:
+        tensors["last_hidden"] = out.last_hidden_BTD.to(DTYPES[fields.stored])
+    tensors = {name: x.cpu() for name, x in tensors.items()}
+    return [{name: x[b, : len(sample)] for name, x in tensors.items()} for b, sample in enumerate(group)]
 
 
-def _teacher(target: Target, hidden_ND: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp fp32 [N] and argmax int32 [N] over all logits of the rows whose next token is supervised."""
-    log_z_N, top_N = torch.zeros(len(sample)), torch.full((len(sample),), -1, dtype=torch.int32)
-    for rows_R in sample.supervised[1:].nonzero().flatten().split(HEAD_ROWS):
-        logits_RV = target.head(hidden_ND[rows_R.to(hidden_ND.device)]).float()
-        log_z_N[rows_R] = logits_RV.logsumexp(-1).cpu()
-        top_N[rows_R] = logits_RV.argmax(-1).to("cpu", torch.int32)
-    return log_z_N, top_N
+def _teacher(target: Target, hidden_BTD: Tensor, supervised_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp fp32 and argmax int32, [B, T], over all logits of the rows whose next token is supervised."""
+    log_z_BT = torch.zeros(supervised_BT.shape, device=hidden_BTD.device)
+    top_BT = torch.full(supervised_BT.shape, -1, dtype=torch.int32, device=hidden_BTD.device)
+    rows, columns = supervised_BT[:, 1:].nonzero(as_tuple=True)
+    for b, t in zip(rows.split(HEAD_ROWS), columns.split(HEAD_ROWS), strict=True):
+        logits_RV = target.head(hidden_BTD[b, t]).float()
+        log_z_BT[b, t] = logits_RV.logsumexp(-1)
+        top_BT[b, t] = logits_RV.argmax(-1).to(torch.int32)
+    return log_z_BT, top_BT
 
 
 def _overflow(target: Target, sample: Sample, fields: StateFields) -> str:
