@@ -107,6 +107,13 @@ def byte_tokenizer(tokens: int = 256) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def tiny_tokenizer(tokens: int = 256) -> PreTrainedTokenizerFast:
+    """The tokenizer of the tiny target: `byte_tokenizer` with eos for padding."""
+    tokenizer = byte_tokenizer(tokens)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def _byte_symbols() -> list[str]:
     """The printable stand-ins that byte-level BPE uses, for the bytes that occur in UTF-8."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -171,9 +178,7 @@ def tiny_target(
     config = AutoConfig.for_model(family, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _draw_weights(model, seed)
-    tokenizer = byte_tokenizer(tokens or vocab)
-    tokenizer.pad_token = tokenizer.eos_token
-    return Target(model.to(dtype), tokenizer, "tiny")
+    return Target(model.to(dtype), tiny_tokenizer(tokens or vocab), "tiny")
 
 
 def _draw_weights(model: Any, seed: int) -> None:

@@ -265,30 +265,68 @@ def load_target(
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if name == "tiny":
+        return pretrained.tiny_target(dtype=dtype).to(device)
+    source = _source(name, revision, trust_remote_code)
+    try:
+        model, tokenizer = _load_model(source, dtype), _load_tokenizer(source)
+    except OSError as error:
+        raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    target = Target(model, tokenizer, source.name, source.commit).to(device)
+    if model.config.model_type not in FAMILIES:
+        _probe(target)
+    return target
+
+
+def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that `load_target` would load, without the weights. Raises ValueError likewise."""
+    from . import pretrained
+
+    if name == "tiny":
+        return pretrained.tiny_tokenizer()
+    source = _source(name, revision, trust_remote_code)
+    try:
+        return _load_tokenizer(source)
+    except OSError as error:
+        raise ValueError(f"tokenizer of {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a target lies: a folder or hub id, the GGUF file in it, the hub commit; and the name to record."""
+
+    name: str
+    where: str
+    gguf: str | None
+    commit: str | None
+    trust_remote_code: bool
+
+    def options(self) -> dict[str, Any]:
+        """Arguments that every `from_pretrained` gets."""
+        chosen: dict[str, Any] = {"revision": self.commit, "trust_remote_code": self.trust_remote_code}
+        return chosen if self.gguf is None else chosen | {"gguf_file": self.gguf}
+
+
+def _source(name: str, revision: str | None, trust_remote_code: bool) -> _Source:
+    from . import pretrained
+
     if trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         raise ValueError(
             f"trust_remote_code runs code from {name!r}: pin it with revision = the 40 hexadecimal digits of a commit "
             f"you have read (now: {revision!r})"
         )
-    if name == "tiny":
-        return pretrained.tiny_target(dtype=dtype).to(device)
-    path, gguf = Path(pretrained.smollm2_folder() if name == "smollm2" else name).expanduser(), None
+    path, gguf = (pretrained.smollm2_folder() if name == "smollm2" else Path(name)).expanduser(), None
     if path.suffix == ".gguf" and path.is_file():
         path, gguf = path.parent, path.name
-    local = path.is_dir()
-    if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if path.is_dir():
+        shown = name if name == "smollm2" else (gguf or path.resolve().name)
+        return _Source(shown, str(path), gguf, None, trust_remote_code)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"target {name!r}: no such folder or GGUF file, no hub id (owner/name), not smollm2 or tiny")
-    where = str(path) if local else name
     try:
-        commit = None if local else _commit_of(name, revision)
-        model, tokenizer = _from_pretrained(where, gguf, dtype, commit, trust_remote_code)
+        return _Source(name, name, None, _commit_of(name, revision), trust_remote_code)
     except OSError as error:
         raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    shown = name if name == "smollm2" or not local else (gguf or path.resolve().name)
-    target = Target(model, tokenizer, shown, commit).to(device)
-    if model.config.model_type not in FAMILIES:
-        _probe(target)
-    return target
 
 
 def _commit_of(hub_id: str, revision: str | None) -> str:
@@ -300,47 +338,51 @@ def _commit_of(hub_id: str, revision: str | None) -> str:
     return found[1]
 
 
-def _from_pretrained(
-    where: str, gguf: str | None, dtype: torch.dtype, revision: str | None, trust_remote_code: bool
-) -> tuple[Any, Any]:
-    """Model and tokenizer by transformers, refusing what it would fill in silently."""
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    options: dict[str, Any] = dict(source)
-    if gguf is not None:
-        source["gguf_file"] = gguf
-        options |= {"gguf_file": gguf, "quantization_config": GgufConfig(dequantize=True)}
+def _load_model(source: _Source, dtype: torch.dtype) -> Any:
+    """The model by transformers, refusing what it would fill in silently."""
+    options = source.options()
+    if source.gguf is not None:
+        options["quantization_config"] = GgufConfig(dequantize=True)
     else:
-        raw, _ = PretrainedConfig.get_config_dict(where, revision=revision)
+        raw, _ = PretrainedConfig.get_config_dict(source.where, revision=source.commit)
         for key in ("vision_config", "audio_config"):
             if raw.get(key) is not None:
                 raise ValueError(
-                    f"target {where!r} (type {raw.get('model_type')!r}) has {key}: models with image or audio input "
-                    "are not supported; extract its language model first"
+                    f"target {source.name!r} (type {raw.get('model_type')!r}) has {key}: models with image or audio "
+                    "input are not supported; extract its language model first"
                 )
         if "text_config" in raw:
-            raw = dict(raw["text_config"])
-            options |= {"config": AutoConfig.for_model(raw.pop("model_type"), **raw), "key_mapping": _NESTED}
+            tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
+            raw = tied | raw["text_config"]
+            settings = {key: value for key, value in raw.items() if key != "model_type"}
+            options |= {"config": AutoConfig.for_model(raw["model_type"], **settings), "key_mapping": _NESTED}
         else:
-            options |= {"config": AutoConfig.from_pretrained(where, **source)}
+            options["config"] = AutoConfig.from_pretrained(source.where, **options)
         check_supported(options["config"])
         if not _has_theta(raw):
             raise ValueError(
-                f"the config.json of {where!r} has no rotary base (rope_theta): add the one that the model was trained with"
+                f"the config.json of {source.name!r} has no rotary base (rope_theta): add the one that the model was "
+                "trained with"
             )
     options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     with _quiet():
-        model, info = cast(tuple[Any, dict[str, Any]], AutoModelForCausalLM.from_pretrained(where, **options))
+        found = AutoModelForCausalLM.from_pretrained(source.where, **options)
+    model, info = cast(tuple[Any, dict[str, Any]], found)
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(str(key) for key in info.get(what, ()) if not re.search(_IGNORABLE, str(key)))
         if names:
             raise ValueError(
-                f"weights of {where!r}: {len(names)} {what.replace('_', ' ')}: {', '.join(names[:8])}"
+                f"weights of {source.name!r}: {len(names)} {what.replace('_', ' ')}: {', '.join(names[:8])}"
                 f"{' ...' if len(names) > 8 else ''}; the files do not belong to this config.json"
             )
-    tokenizer = AutoTokenizer.from_pretrained(where, **source)
+    return model
+
+
+def _load_tokenizer(source: _Source) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(source.where, **source.options())
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token  # never a new token: it would have no embedding row
-    return model, tokenizer
+    return tokenizer
 
 
 @contextmanager

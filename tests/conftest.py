@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from draftsmith.models.drafter import Level, TargetFacts
-from draftsmith.models.pretrained import byte_tokenizer, tiny_target
+from draftsmith.models.pretrained import tiny_target, tiny_tokenizer
 from draftsmith.models.target import States, Target
 
 torch.set_num_threads(1)
@@ -48,9 +48,7 @@ def tiny() -> Callable[..., Target]:
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The byte-level tokenizer of the tiny target: 256 ids, ChatML template, pad = eos."""
-    made = byte_tokenizer(256)
-    made.pad_token = made.eos_token
-    return made
+    return tiny_tokenizer()
 
 
 class FakeHub:
@@ -66,7 +64,7 @@ class FakeHub:
         self.files: dict[str, dict[str, bytes]] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
-        self.status: int | None = None  # when set, every call is answered with it
+        self.refuse: dict[str, int] = {}  # repository -> status that creating it is answered with
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -117,12 +115,12 @@ class FakeHub:
         def made(value: Any, kind: str = "application/json") -> tuple[bytes, int, dict[str, str]]:
             return json.dumps(value).encode(), 200, {"Content-Type": kind}
 
-        if self.status is not None:
-            return b"", self.status, {}
         parts = path.strip("/").split("/")
         if path == "/api/repos/create":
             wanted = json.loads(body)
             name = f"{wanted.get('organization') or 'jane'}/{wanted['name'].split('/')[-1]}"
+            if name in self.refuse:
+                return b"", self.refuse[name], {}
             self.files.setdefault(name, {})
             return made({"url": f"{self.url}/{name}", "name": name})
         if path == "/api/validate-yaml":

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.models.families import FAMILIES, ROPE_TYPES
 from draftsmith.models.pretrained import byte_tokenizer, tiny_target
-from draftsmith.models.target import Target, document_mask, load_target
+from draftsmith.models.target import Target, document_mask, load_target, load_tokenizer
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e6, "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {
@@ -383,6 +383,31 @@ def test_nested_under_another_prefix(tmp_path: Path, tiny: Callable[..., Target]
     source.tokenizer.save_pretrained(tmp_path)
     _nest(tmp_path, "language_model.model.", "language_model.lm_head.")
     assert load_target(str(tmp_path), dtype="float32").facts.fingerprint == source.facts.fingerprint
+
+
+def test_nested_and_tied_by_the_outer_config(
+    variants: dict[str, Path], tmp_path: Path, tiny: Callable[..., Target]
+) -> None:
+    shutil.copytree(variants["tied"], tmp_path, dirs_exist_ok=True)
+    _nest(tmp_path, "model.language_model.", "lm_head.")
+
+    def move(config: dict[str, Any]) -> None:
+        config["tie_word_embeddings"] = config["text_config"].pop("tie_word_embeddings")
+
+    _edit_config(tmp_path, move)
+    loaded = load_target(str(tmp_path), dtype="float32")
+    assert loaded.facts.tied and loaded.facts.fingerprint == tiny(tied=True).facts.fingerprint
+
+
+def test_tokenizer_alone(variants: dict[str, Path], tokenizer: Any) -> None:
+    for name in ("tiny", str(variants["single"])):
+        alone = load_tokenizer(name)
+        assert alone.get_vocab() == tokenizer.get_vocab() and alone.pad_token_id == 2
+        assert alone.chat_template == tokenizer.chat_template
+    with pytest.raises(ValueError, match="no such folder"):
+        load_tokenizer("nowhere")
+    with pytest.raises(ValueError, match="40 hexadecimal"):
+        load_tokenizer("owner/name", trust_remote_code=True)
 
 
 def test_hub_id_is_pinned_to_its_commit(
