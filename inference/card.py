@@ -47,11 +47,14 @@ def scrub(text: str) -> str:
     Secrets are recognised by form, by the name beside them, and as the values of this process's own environment
     variables that are named like one.
     """
+    return PATH.sub(_last_part, _without_secrets(text))
+
+
+def _without_secrets(text: str) -> str:
     for value in _environment_secrets():
         text = text.replace(value, REMOVED)
     text = SECRET.sub(REMOVED, text)
-    text = NAMED_SECRET.sub(lambda m: m[1] + REMOVED, text)
-    return PATH.sub(_last_part, text)
+    return NAMED_SECRET.sub(lambda m: m[1] + REMOVED, text)
 
 
 def scrub_values(value: Any) -> Any:
@@ -70,7 +73,7 @@ def leaks(text: str) -> list[str]:
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if line != scrub(line):
-            kind = "a local path" if PATH.sub(_last_part, line) != line else "a secret"
+            kind = "a secret" if line != _without_secrets(line) else "a local path"
             found.append(f"line {number}: {kind}")
     return found
 

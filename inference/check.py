@@ -11,7 +11,6 @@ Tests: tests/test_check.py.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

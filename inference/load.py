@@ -51,7 +51,7 @@ def resolve(name: str, revision: str | None = None) -> Path:
     if not HUB_ID.fullmatch(name) or name.startswith((".", "/")):
         raise ValueError(f"{name!r} is no folder and no Hub id (user/name); train a head with ./launch.sh first")
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         place = huggingface_hub.snapshot_download(
@@ -63,6 +63,8 @@ def resolve(name: str, revision: str | None = None) -> Path:
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no"
         raise ValueError(f"{name!r} is no folder here and the Hub answers with status {status}") from None
+    except HTTPError as error:
+        raise ValueError(f"{name!r} is no folder here and the Hub is not reachable ({type(error).__name__})") from None
     return Path(place)
 
 

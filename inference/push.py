@@ -20,6 +20,7 @@ from .exporters.folder import CARD, CONFIG, REPLAY, REPORT, RUN, WEIGHTS
 from .load import read_export_config, verify_folder
 
 FILES = (CONFIG, WEIGHTS, CARD, RUN, REPLAY, REPORT, "report.html")
+TEXT = (".json", ".yaml", ".md", ".html")
 OVERRIDING = re.compile(r"eagle-|eagle3|dflash|dspark", re.IGNORECASE)
 
 
@@ -69,12 +70,11 @@ def stage(export: Path, repo: str, folder: Path) -> list[Path]:
     if CARD not in map(str, sent):
         sent.append(Path(CARD))
     for path in sent:
-        if path.suffix in (".json", ".yaml", ".md", ".html"):
-            if found := leaks((folder / path).read_text(encoding="utf-8")):
-                raise ValueError(
-                    f"{export / path} holds what must not be published ({'; '.join(found[:5])}); remove it there and "
-                    "push again"
-                )
+        text = (folder / path).read_text(encoding="utf-8") if path.suffix in TEXT else ""
+        if found := leaks(text):
+            raise ValueError(
+                f"{export / path} holds what must not be published ({'; '.join(found[:5])}); remove it there and push again"
+            )
     return sent
 
 
@@ -86,7 +86,7 @@ def run_push(cfg: PushConfig) -> None:
         folder = Path(place)
         sent = stage(Path(cfg.export), cfg.repo, folder)
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
         api = huggingface_hub.HfApi(library_name="draftsmith")
         try:
@@ -100,7 +100,7 @@ def run_push(cfg: PushConfig) -> None:
             status = error.response.status_code if error.response is not None else "no"
             hint = "; run `hf auth login` and check that the token may write" if status in (401, 403) else ""
             raise ValueError(f"the Hub refused {cfg.repo} (status {status}){hint}") from None
-        except OSError as error:
+        except (HTTPError, OSError) as error:
             raise ValueError(f"the Hub is not reachable ({type(error).__name__}); try again later") from None
     for path in sent:
         print(f"  {path}")

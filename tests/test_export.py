@@ -286,7 +286,7 @@ def test_taps_in_every_convention(layers, taps, tiny, tmp_path):
     folder = export(drafter, tmp_path / "x", run=RunFacts())
     config = json.loads((folder / "config.json").read_text())
     k = list(drafter.taps)
-    assert len(set(k)) == len(k) and 0 <= k[0] and k[-1] <= layers
+    assert len(set(k)) == len(k) and k[0] >= 0 and k[-1] <= layers
     assert config["draftsmith"]["taps"] == k and "h[k]" in config["draftsmith"]["taps_convention"]
     if layers >= 7 and k == [2, layers // 2, layers - 3]:
         assert "eagle_aux_hidden_state_layer_ids" not in config and "eagle_config" not in config

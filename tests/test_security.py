@@ -178,7 +178,7 @@ def test_lists_and_objects_beside_tensors_are_refused(tmp_path):
 
 def test_a_hundred_bytes_that_announce_a_terabyte_fail_at_once(tmp_path):
     path = tmp_path / "model.safetensors"
-    shape = '{"w":{"dtype":"F32","shape":[274877906944],"data_offsets":[0,1099511627776]}}'.encode()
+    shape = b'{"w":{"dtype":"F32","shape":[274877906944],"data_offsets":[0,1099511627776]}}'
     for raw in (
         struct.pack("<Q", 1 << 40) + b"{}" + b" " * 90,  # a header of a terabyte
         struct.pack("<Q", len(shape)) + shape,  # a tensor of a terabyte

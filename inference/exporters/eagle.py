@@ -1,7 +1,7 @@
 """EAGLE-1 (and HASS) as vLLM loads it; SGLang reads the same tensors under another architecture name.
 
 `fc` is trained without a bias. The file carries `fc.bias` as zeros, because SGLang's module has one and would leave it
-random, and vLLM drops it. The target's head, its embeddings, a final norm and the first layer's input norm must not be
+random, and vLLM drops it (converted heads may have a trained one; the card then says so). The target's head, its embeddings, a final norm and the first layer's input norm must not be
 in the file (vLLM raises on them). The form has no draft vocabulary: engines draft over all of V with the target's head,
 so a reduced one is our own fact (`draftsmith.draft_ids`) and speeds up our runtime only.
 Reference: EAGLE (Li et al. 2024), vLLM 0.32 `models/llama_eagle.py`, run.
@@ -49,14 +49,17 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
         "attention_bias": False,
     }
     tensors = {name: t for name, t in state.items() if name != "d2t_W"}
-    tensors["fc.bias"] = torch.zeros(facts.width)
+    tensors.setdefault("fc.bias", torch.zeros(facts.width))
     absent = {
         "embed_tokens.weight": "shared: the target's embeddings, frozen in training",
         "lm_head.weight": "shared: the target's head, frozen in training",
         f"{LAYER}.input_layernorm.weight": "not part of the method",
         "norm.weight": "not part of the method",
     }
-    return Packed(config, tensors, absent, engine_limits(facts))
+    limits = engine_limits(facts)
+    if drafter.config.bias:
+        limits += ("vLLM drops the trained fc.bias and drafts worse for it; SGLang keeps it",)
+    return Packed(config, tensors, absent, limits)
 
 
 def slots(config: Mapping[str, Any]) -> dict[str, Slot]:
@@ -73,13 +76,12 @@ def slots(config: Mapping[str, Any]) -> dict[str, Slot]:
 
 
 def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
-    """The drafter's own state. A bias that is not zero would be lost in vLLM, and is refused here."""
-    if bool(tensors["fc.bias"].any()):
-        raise ValueError(
-            "fc.bias is not zero: engines drop it and this method trains without one; export the head again"
-        )
+    """The drafter's own state; the bias is only there where the head was trained with one."""
+    biased = bool(config["draftsmith"]["config"].get("bias"))
+    if not biased and bool(tensors["fc.bias"].any()):
+        raise ValueError("fc.bias is not zero, but the head was trained without one; export it again")
     ids = config["draftsmith"].get("draft_ids")
-    state = {name: t for name, t in tensors.items() if name != "fc.bias"}
+    state = {name: t for name, t in tensors.items() if biased or name != "fc.bias"}
     return Unpacked(state, None if ids is None else torch.tensor(ids, dtype=torch.int64))
 
 

@@ -226,3 +226,4 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(
         {n: t.detach().to("cpu").contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"}
     )
+    path.chmod(0o644)  # save_file leaves it readable to its owner alone
