@@ -165,12 +165,13 @@ def test_reduced_vocabulary(oov: str, captured: bool) -> None:
 
 @pytest.mark.parametrize("oov", OOV)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_equals_plain(oov: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("objective", ["kl", "0.9*kl + 0.1*ce", "0.9*kl + 0.1*ce + 0.5*lk"])
+def test_fused_equals_plain(oov: str, dtype: torch.dtype, objective: str) -> None:
     """fp32 to 1e-6 of the values' size; bf16 logits to 2e-2, the rounding of the stored gradient."""
     torch.manual_seed(4)
     r, w = 37, 2**17  # two rows per block and an odd one at the end
     teacher, _, _ = random_teacher(r, w // 1024, w // 512, dtype)
-    terms = parse_objective("0.9*kl + 0.1*ce + 0.5*lk")
+    terms = parse_objective(objective)
     logits_RW = torch.randn(r, w // 1024).to(dtype).requires_grad_()
     plain = score_rows(logits_RW, teacher, terms, oov)
     (want,) = torch.autograd.grad(3 * plain.value_R.sum(), logits_RW)
