@@ -182,8 +182,9 @@ class Target(nn.Module):
             weight, bias = head.weight, head.bias
         else:
             if self._head_rows is None or not torch.equal(self._head_rows[0], ids):
-                bias = None if head.bias is None else head.bias[ids]
-                self._head_rows = (ids.clone(), head.weight[ids].contiguous(), bias)
+                with torch.inference_mode(False):  # kept, and read by passes with gradients too
+                    bias = None if head.bias is None else head.bias[ids]
+                    self._head_rows = (ids.clone(), head.weight[ids], bias)
             _, weight, bias = self._head_rows
         logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
         config, family = self.model.config, self._family
@@ -215,7 +216,8 @@ class Target(nn.Module):
 
     def _causal(self, t: int) -> Tensor:
         if self._causal_TT.shape[0] < t or self._causal_TT.device != self.device:
-            self._causal_TT = torch.ones(t, t, dtype=torch.bool, device=self.device).tril()
+            with torch.inference_mode(False):
+                self._causal_TT = torch.ones(t, t, dtype=torch.bool, device=self.device).tril()
         return self._causal_TT[:t, :t]
 
     def _as_attention_wants(self, mask_B1TS: Tensor) -> Tensor:

@@ -288,6 +288,15 @@ def test_frozen_weights_and_differentiable_activations(target: Target) -> None:
     assert embeds_BTD.grad is not None and bool(torch.isfinite(embeds_BTD.grad).all())
 
 
+def test_what_an_inference_pass_keeps_can_be_differentiated_through_later() -> None:
+    target, ids_W = tiny_target(), torch.tensor([3, 8, 200])
+    with torch.inference_mode():
+        target.head(target.forward(_ids(1, 6), _positions(1, 6)).last_hidden_BTD, ids_W.clone())
+    embeds_BTD = target.embed(_ids(1, 6)).requires_grad_()
+    target.head(target.forward(embeds_BTD, _positions(1, 6)).last_hidden_BTD, ids_W).sum().backward()
+    assert embeds_BTD.grad is not None and bool(embeds_BTD.grad.any())
+
+
 @torch.no_grad()
 def test_states_belong_to_their_prompt(tiny: Callable[..., Target]) -> None:
     """B13. One by one, as a batch, reversed, again, in chunks: the same states, as many as tokens."""
