@@ -45,7 +45,7 @@ from .figures import (
     split_per_pass,
 )
 from .load import load_drafter, read_export_config
-from .report import html, pieces, print_report
+from .report import html, pieces, print_report, visible
 from .speculate import DecodeConfig, Result, generate
 from .suites import SUITES, Prompt, load_suite
 from .verify import VERIFIERS
@@ -148,12 +148,14 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
         revision=cfg.target_revision or (None if cfg.target else facts.get("revision")),
         trust_remote_code=cfg.trust_remote_code,
     )
-    drafters, estimated = {}, {}
+    drafters, estimated, labels = {}, {}, {}
     for name, config in zip(names, configs, strict=True):
         drafter = load_drafter(name, target, revision=cfg.revision if name == model else None)
         label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
-        drafters[label], estimated[label] = drafter, config["draftsmith"].get("estimated")
-    return measure(target, drafters, prompts, cfg, estimated, console)
+        drafters[label], estimated[label], labels[label] = drafter, config["draftsmith"].get("estimated"), _label(name)
+    report = measure(target, drafters, prompts, cfg, estimated, console)
+    report["run"]["exports"] = labels
+    return report
 
 
 def run_evaluate(cfg: EvaluateConfig) -> int:
@@ -254,9 +256,7 @@ def _collect(
     for arm in arms:
         _answer(target, drafters, arm, warm, replace(_params(cfg, arm), max_new_tokens=4))
     total = sum(len(_due(arms, cfg, i)) * (1 + len(prompt.follow_ups)) for i, prompt in enumerate(prompts))
-    bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*bars, TimeRemainingColumn(), TextColumn("{task.fields[rate]}"), console=console) as progress:
-        task = progress.add_task("evaluate", total=total, rate="")
+    with _Bar(total, console) as bar:
         for i, prompt in enumerate(prompts):
             due = _due(arms, cfg, i)
             messages = list(prompt.messages)
@@ -273,10 +273,7 @@ def _collect(
                             text = target.tokenizer.decode(sample.ids, skip_special_tokens=True)
                             sample.right = score(text, prompt.reference)
                         partial.add(sample)
-                    speed_now = (
-                        f"{len(sample.ids) / sample.seconds:.1f} tok/s {arm.name}" if sample.seconds else arm.name
-                    )
-                    progress.update(task, advance=1, rate=speed_now)
+                    bar.advance(sample)
                 if turn < len(prompt.follow_ups):
                     first = partial.done[prompt.id, turn, arms[0].name]
                     answer = target.tokenizer.decode(first.ids, skip_special_tokens=True)
@@ -687,6 +684,38 @@ class _Partial:
         self.done[sample.prompt, sample.turn, sample.arm] = sample
         self._file.write(_line(sample) + "\n")
         self._file.flush()
+
+
+class _Bar:
+    """Progress with rate and time left: a bar on a terminal, a line every half minute elsewhere."""
+
+    def __init__(self, total: int, console: Console):
+        columns = (
+            TextColumn("evaluate"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, TextColumn("{task.fields[rate]}"), console=console)
+        self.task = self.progress.add_task("", total=total, rate="")
+        self.console, self.said = console, time.monotonic()
+
+    def __enter__(self) -> _Bar:
+        if self.console.is_terminal:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.progress.stop()
+
+    def advance(self, sample: Sample) -> None:
+        rate = f"{len(sample.ids) / sample.seconds:.1f} tok/s, {sample.arm}" if sample.seconds else sample.arm
+        self.progress.update(self.task, advance=1, rate=rate)
+        if not self.console.is_terminal and time.monotonic() - self.said > 30:
+            task, self.said = self.progress.tasks[0], time.monotonic()
+            left = "" if task.time_remaining is None else f", about {task.time_remaining / 60:.0f} min left"
+            self.console.print(visible(f"evaluate {task.completed:.0f}/{task.total:.0f}{left} ({rate})"))
 
 
 def _line(sample: Sample) -> str:

@@ -32,8 +32,8 @@ DEFINITIONS = {
     "interval": "95 %, percentile bootstrap over prompts",
     "lossless": "exact = the verifier keeps the target's distribution; model = the model itself was changed; "
     "no = it does not",
-    "identical_to_plain": "greedy: the same ids as plain decoding at the same verification width (chains), or a first "
-    "difference only at a near-tie of plain decoding (trees)",
+    "identical_to_plain": "greedy: every checked answer has the ids of plain decoding, at the same verification width "
+    "(chains) or unpadded (trees, which may differ at near-ties: top-2 logit gap below 4 x what the widths differ by)",
 }
 
 CAUSES = (
@@ -236,7 +236,7 @@ def limits(row: Row, rows: Sequence[Row], plain_step: float, estimated: Row | No
     Speed over plain decoding is S = tau / (c_v + c_d + c_o): cost of verify, draft and the rest per pass, in plain
     steps. Levers: *data* (ten points more acceptance at each depth), *alignment* (tau as training estimated),
     *K* (the best depth up to 8, by the measured acceptance and the costs' growth between measured K), *draft cost*
-    (half of c_d).
+    (half of c_d). A row that raised an alarm is limited by alignment, whatever its costs.
 
     Returns:
         A sentence, and the gain of each lever (0.1 = 10 % faster).
@@ -264,12 +264,12 @@ def limits(row: Row, rows: Sequence[Row], plain_step: float, estimated: Row | No
     advice = {
         "data": f"acceptance itself: {first} at depth 1; more or closer training data, or longer training. "
         f"Weakest category: {_weakest(row)}",
-        "alignment": f"serving accepts less than training estimated (tau {row['tau']:.2f}); see the causes below",
+        "alignment": f"serving accepts less than a trained head should (tau {row['tau']:.2f}); see the usual causes",
         "K": f"K = {best_k} should be faster than K = {k}; evaluate it",
         "draft cost": f"drafting takes {draft:.2f} of a plain step ({draft / cost:.0%} of a pass); "
         "a smaller draft vocabulary or fewer sequential steps",
     }
-    worst = max(gains, key=lambda lever: gains[lever])
+    worst = "alignment" if alarms(row, estimated) else max(gains, key=lambda lever: gains[lever])
     listed = ", ".join(f"{lever} +{gain:.0%}" for lever, gain in gains.items())
     costs = f"tau {row['tau']:.2f} / (verify {verify:.2f} + draft {draft:.2f} + rest {rest:.2f} plain steps)"
     return f"{worst} - {advice[worst]} [{costs}; speed to gain: {listed}]", gains

@@ -21,7 +21,7 @@ from ..losses.probs import SamplingParams
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
 from .load import load_drafter, read_export_config
-from .report import plain
+from .report import visible
 from .speculate import DecodeConfig, generate
 from .verify import VERIFIERS
 
@@ -117,17 +117,18 @@ def run_generate(cfg: GenerateConfig) -> None:
     drafter = load_drafter(cfg.model, target, revision=cfg.revision) if cfg.model else None
     console = Console(highlight=False)
     ids = prompt_ids(target, cfg)
-    if export and len(ids) > export["train_length"]:
+    trained = export["train_length"] if export else None
+    if trained and len(ids) > trained:
         console.print(
-            plain(
-                f"note: the prompt has {len(ids)} tokens, the drafter was trained on up to {export['train_length']}; "
+            visible(
+                f"note: the prompt has {len(ids)} tokens, the drafter was trained on up to {trained}; "
                 "the answer is right, acceptance may be lower"
             )
         )
     start = time.perf_counter()
     result = answer(target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
     for line in summary(result, time.perf_counter() - start, drafter):
-        console.print(plain(line), style="dim")
+        console.print(visible(line), style="dim", soft_wrap=True)
 
 
 def answer(
@@ -194,7 +195,7 @@ class Painter:
         self.drafting = draft
 
     def _print(self, text: str, style: str = "") -> None:
-        segment = Segment(plain(text).plain, Style.parse(style))  # a Text would expand tabs and wrap
+        segment = Segment(visible(text).plain, Style.parse(style))  # a Text would expand tabs and wrap
         self.console.print(Segments([segment]), end="", crop=False)
 
 
@@ -261,7 +262,7 @@ def summary(result: Result, seconds: float, drafter: Any) -> Sequence[str]:
         accepted = " ".join(f"{kept}/{tried}" for kept, tried in zip(stats.accepted, stats.tried, strict=True) if tried)
         lines.append(
             f"{stats.verifies} verify passes, {stats.tau:.2f} tokens per pass (the target's own included), "
-            f"{sum(result.from_draft)} tokens drafted; accepted by depth: {accepted or 'none tried'}"
+            f"{sum(result.from_draft)} tokens from the draft; accepted by depth: {accepted or 'none tried'}"
         )
     total = stats.seconds_total
     if total:

@@ -40,21 +40,21 @@ def print_report(report: Row, console: Console) -> None:
             console.print(categories_table(row))
             break
     for line in identity_lines(report):
-        console.print(plain(line))
-    console.print(plain("definitions:"), style="dim")
+        console.print(visible(line))
+    console.print(visible("definitions:"), style="dim")
     for word, meaning in DEFINITIONS.items():
-        console.print(plain(f"  {word}: {meaning}"), style="dim")
+        console.print(visible(f"  {word}: {meaning}"), style="dim")
     for flag in report["flags"]:
-        console.print(plain(f"flag: {flag}"), style="yellow")
+        console.print(visible(f"flag: {flag}"), style="yellow")
     for alarm in report["alarms"]:
-        console.print(plain(f"ALARM: {alarm}"), style="bold red")
+        console.print(visible(f"ALARM: {alarm}"), style="bold red")
     if report["alarms"]:
-        console.print(plain("the usual causes:"))
+        console.print(visible("the usual causes:"))
         for number, cause in enumerate(report["causes"], start=1):
-            console.print(plain(f"  {number}. {cause}"))
+            console.print(visible(f"  {number}. {cause}"))
     if report["best"]:
-        console.print(plain(f"fastest: {report['best']}"), style="bold")
-    console.print(plain(f"what limits you: {report['limits']}"), style="bold")
+        console.print(visible(f"fastest: {report['best']}"), style="bold")
+    console.print(visible(f"what limits you: {report['limits']}"), style="bold")
 
 
 def rows_table(report: Row) -> Table:
@@ -64,7 +64,7 @@ def rows_table(report: Row) -> Table:
         f"{run['suite']}: {run['prompts']} prompts, at most {run['max_new_tokens']} new tokens, {run['dtype']}, "
         f"batch 1, target {run['target']}"
     )
-    table = Table(title=plain(title), title_justify="left")
+    table = Table(title=visible(title), title_justify="left")
     for name in ("decoding", "K", "T", "tau [95 %]", "macro", "tok/s", "x plain [95 %]", "x HF", "tok/fwd"):
         table.add_column(name, justify="left" if name == "decoding" else "right", no_wrap=name == "decoding")
     for name in ("draft/verify/commit/other", "lossless", "identical"):
@@ -73,7 +73,7 @@ def rows_table(report: Row) -> Table:
         red = row["red"] is not None
         slow = row["draft_length"] and row["ratio_to_plain"] is not None and row["ratio_to_plain"] < 1
         table.add_row(
-            plain(row["name"]),
+            visible(row["name"]),
             str(row["draft_length"] or "-"),
             f"{row['temperature']:g}",
             with_interval(row["tau"], row["tau_interval"]),
@@ -99,7 +99,7 @@ def acceptance_table(report: Row) -> Table:
         for d, alpha in enumerate(row["alpha"]):
             ranks = row["alpha_by_rank"][d]
             table.add_row(
-                plain(row["name"]) if d == 0 else "",
+                visible(row["name"]) if d == 0 else "",
                 str(d + 1),
                 with_interval(alpha, row["alpha_interval"][d]),
                 "/".join(map(str, row["alpha_counts"][d])),
@@ -111,12 +111,12 @@ def acceptance_table(report: Row) -> Table:
 
 def categories_table(row: Row) -> Table:
     """tau and acceptance of one draft row, category by category."""
-    table = Table(title=plain(f"by category, {row['name']}"), title_justify="left")
+    table = Table(title=visible(f"by category, {row['name']}"), title_justify="left")
     for name in ("category", "prompts", "tau [95 %]", "conditional acceptance", "x plain"):
         table.add_column(name, justify="left" if name == "category" else "right")
     for name, figures in row["categories"].items():
         table.add_row(
-            plain(name),
+            visible(name),
             str(figures["prompts"]),
             with_interval(figures["tau"], figures["tau_interval"]),
             " ".join(number(alpha) for alpha in figures["alpha"]),
@@ -230,7 +230,7 @@ def pieces(tokenizer: Any, ids: Sequence[int], from_draft: Sequence[bool]) -> li
     return [*runs, {"text": rest, "draft": False}] if rest else runs
 
 
-def plain(text: str) -> Text:
+def visible(text: str) -> Text:
     """Text for the terminal as it stands: no markup, and control characters (a model may emit them) made visible."""
     return Text("".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text))
 

@@ -125,11 +125,11 @@ def test_printed_text_is_the_answer_with_drafted_tokens_marked(target, live):
     assert any(result.from_draft) and not all(result.from_draft)
     assert printed.count("«") == printed.count("»") > 1
     unmarked = printed.replace("«", "").replace("»", "").rstrip("\n")
-    assert unmarked == command.plain(result.text).plain.rstrip("\n")
+    assert unmarked == command.visible(result.text).plain.rstrip("\n")
     marked = "".join(part.split("»")[0] for part in printed.split("«")[1:])
     drafted = [i for i, draft in zip(result.ids, result.from_draft, strict=True) if draft]
     assert (
-        len(marked) == len(command.plain("".join(target.tokenizer.decode([i]) for i in drafted)).plain)
+        len(marked) == len(command.visible("".join(target.tokenizer.decode([i]) for i in drafted)).plain)
         or "\\x" in marked
     )
 

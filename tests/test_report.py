@@ -245,4 +245,4 @@ def test_a_first_divergence_is_printed_with_its_gap():
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal():
-    assert report.plain("a\x1b[2Jb\r\n").plain == "a\\x1b[2Jb\\x0d\n"
+    assert report.visible("a\x1b[2Jb\r\n").plain == "a\\x1b[2Jb\\x0d\n"
