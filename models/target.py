@@ -354,8 +354,8 @@ def _load_model(source: _Source, dtype: torch.dtype) -> Any:
                     "input are not supported; extract its language model first"
                 )
         if "text_config" in raw:
-            tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
-            raw = tied | raw["text_config"]
+            outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+            raw = outer | raw["text_config"]
             settings = {key: value for key, value in raw.items() if key != "model_type"}
             options |= {"config": AutoConfig.for_model(raw["model_type"], **settings), "key_mapping": _NESTED}
         else:
@@ -366,6 +366,7 @@ def _load_model(source: _Source, dtype: torch.dtype) -> Any:
                 f"the config.json of {source.name!r} has no rotary base (rope_theta): add the one that the model was "
                 "trained with"
             )
+    tied = "config" in options and bool(getattr(options["config"], "tie_word_embeddings", False))
     options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     with _quiet():
         found = AutoModelForCausalLM.from_pretrained(source.where, **options)
@@ -377,6 +378,11 @@ def _load_model(source: _Source, dtype: torch.dtype) -> Any:
                 f"weights of {source.name!r}: {len(names)} {what.replace('_', ' ')}: {', '.join(names[:8])}"
                 f"{' ...' if len(names) > 8 else ''}; the files do not belong to this config.json"
             )
+    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise ValueError(
+            f"target {source.name!r}: its config.json says tie_word_embeddings, but its files hold an output head that "
+            "differs from the embedding; set the flag to false if the head is right, or remove the head"
+        )
     return model
 
 

@@ -408,6 +408,13 @@ def test_nested_and_tied_by_the_outer_config(
     assert loaded.facts.tied and loaded.facts.fingerprint == tiny(tied=True).facts.fingerprint
 
 
+def test_a_tied_target_with_another_head_is_refused(variants: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(variants["tied-with-head"], tmp_path, dirs_exist_ok=True)
+    _edit_weights(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings.* differs"):
+        load_target(str(tmp_path))
+
+
 def test_tokenizer_alone(variants: dict[str, Path], tokenizer: Any) -> None:
     for name in ("tiny", str(variants["single"])):
         alone = load_tokenizer(name)
@@ -453,7 +460,7 @@ def folder(tmp_path: Path, variants: dict[str, Path]) -> Path:
     return tmp_path
 
 
-def _edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+def _edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -469,7 +476,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 def test_missing_weights_are_refused_not_drawn(folder: Path) -> None:
-    _edit_weights(folder, lambda tensors: tensors.pop(NORM))  # type: ignore[arg-type, return-value]
+    _edit_weights(folder, lambda tensors: tensors.pop(NORM))
     with pytest.raises(ValueError, match=f"1 missing keys: {NORM}"):
         load_target(str(folder))
 
