@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -122,13 +123,18 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """`write(temporary)`, flush to disk, rename: `path` is whole or absent, whenever the process dies."""
+    """`write(temporary)`, flush to disk, rename: `path` is whole or absent, whenever the process dies. Several writers of
+    one path do not disturb each other."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -186,9 +192,11 @@ def read_record(folder: Path, number: int, fields: StateFields) -> ShardRecord |
 
 
 def write_index(folder: Path, fields: StateFields, shards: Sequence[ShardRecord]) -> None:
-    """Write `index.json` over all shards: from now on the folder can be opened."""
+    """Write `index.json` over all shards: from now on the folder can be opened. Removes what killed runs left behind."""
     index = {"fields": asdict(fields), "shards": [asdict(s) for s in shards]}
     write_atomically(folder / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
+    for left in folder.glob("shard-*.tmp"):  # all shards are there, so nobody is writing one
+        left.unlink(missing_ok=True)
 
 
 class StateStore:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,23 @@ def test_a_write_that_is_interrupted_leaves_nothing_to_read(tmp_path: Path) -> N
     write_atomically(path, lambda temporary: temporary.write_bytes(b"whole"))
     assert path.read_bytes() == b"whole"
     assert os.listdir(tmp_path) == ["shard"]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def slow(temporary: Path) -> None:
+        temporary.write_bytes(b"x" * 1000)
+        time.sleep(0.001)
+
+    with ThreadPoolExecutor(8) as pool:
+        done = [pool.submit(write_atomically, tmp_path / "index.json", slow) for _ in range(100)]
+    assert [d.result() for d in done] == [None] * 100
+    assert os.listdir(tmp_path) == ["index.json"]
+
+
+def test_the_index_clears_what_a_killed_run_left(folder: Path, data: list[Sample]) -> None:
+    (folder / (shard_file(0) + ".1-2.tmp")).write_bytes(b"half")
+    write_index(folder, fields_of(data), [])
+    assert not list(folder.glob("*.tmp"))
 
 
 def test_disk_space_is_checked(tmp_path: Path) -> None:
