@@ -239,7 +239,9 @@ class ScriptedTarget:
         inside_BT = before_BTA.any(-1)
         previous_BT = inputs.gather(1, before_BTA.int().argmax(-1))
         previous_BT = torch.where(inside_BT, previous_BT, committed_B[:, None])
-        assert bool((inside_BT | (positions_BT == cache.lengths_B[:, None])).all()), "a row lost its parent"
+        unused_BT = see_BTA.sum(-1) <= 2  # itself, and the anchor
+        at_anchor_BT = positions_BT == cache.lengths_B[:, None]
+        assert bool((inside_BT | at_anchor_BT | unused_BT).all()), "a row lost its parent"
         return States(self.rule(previous_BT, inputs, positions_BT).to(self.dtype), None)
 
     def head(self, hidden: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:

@@ -33,7 +33,7 @@ def test_a_draw_depends_on_its_key_alone() -> None:
 
 
 def test_every_part_of_the_key_counts() -> None:
-    base = dict(seed=11, purpose=1, position=2, round=3, node=4)
+    base = {"seed": 11, "purpose": 1, "position": 2, "round": 3, "node": 4}
     draws = {float(rng.uniform(**base))}
     for name in base:
         for step in (1, 1 << 20):
@@ -46,7 +46,7 @@ def test_uniforms_are_uniform_and_their_streams_independent() -> None:
     at_N = torch.arange(200_000)
     streams = [rng.uniform(7, purpose, at_N) for purpose in (rng.TARGET, rng.DRAFT, rng.ACCEPT, rng.RESIDUAL)]
     for u_N in streams:
-        assert 0 <= float(u_N.min()) and float(u_N.max()) < 1
+        assert float(u_N.min()) >= 0 and float(u_N.max()) < 1
         counts = torch.histc(u_N, 64, 0, 1)
         assert float(((counts - 3125) ** 2 / 3125).sum()) < 120  # 63 degrees of freedom: p = 1e-5
     correlation = torch.corrcoef(torch.stack(streams)) - torch.eye(4)
