@@ -232,7 +232,8 @@ class _Batch:
                 f"use fixed_width={nodes + 1} (here and in plain decoding), or k={decode.fixed_width - 1}"
             )
         ahead = decode.fixed_width or (nodes + 1 if drafter is not None else 1)
-        self.slots = max(len(r.prompt) + r.params.max_new_tokens for r in requests) + ahead
+        # Twice ahead: a row's last verification may commit beyond its budget, and it then rides along with the others.
+        self.slots = max(len(r.prompt) + r.params.max_new_tokens for r in requests) + 2 * ahead
         # Rows are bit-identical only over equally many keys as well: read all slots, not as far as the longest row.
         self.cache = target.new_cache(len(requests), self.slots, read_all=decode.fixed_width is not None)
         self.taps = tuple(drafter.taps) if drafter is not None else ()
