@@ -212,6 +212,20 @@ class _Ledger:
         return History(self.tokens, prompt_XV, counts_XV, banned_XV)
 
 
+@dataclass
+class _Pass:
+    """One verification pass of the target: the anchor and N nodes, M = N + 1 rows per request."""
+
+    ids_BM: Tensor
+    depths_BM: Tensor  # 0 = anchor
+    start_B1: Tensor  # the anchor's position
+    see_BMM: Tensor | None  # None = a chain
+    last_hidden_BTD: Tensor  # T >= M: a fixed width pads
+    taps_BTPD: Tensor | None
+    logits_BMV: Tensor
+    chain: bool
+
+
 class _Batch:
     """Requests that are decoded together, and everything that lives as long as they do."""
 
@@ -231,9 +245,11 @@ class _Batch:
                 f"fixed_width={decode.fixed_width} is less than the {nodes + 1} rows of a verification with k={nodes}: "
                 f"use fixed_width={nodes + 1} (here and in plain decoding), or k={decode.fixed_width - 1}"
             )
-        ahead = decode.fixed_width or (nodes + 1 if drafter is not None else 1)
-        # Twice ahead: a row's last verification may commit beyond its budget, and it then rides along with the others.
-        self.slots = max(len(r.prompt) + r.params.max_new_tokens for r in requests) + 2 * ahead
+        longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
+        self.slots = longest + (decode.fixed_width or (nodes + 1 if drafter is not None else 1))
+        # A drafter keeps what it was asked to extend, which may be more than what stayed in the tree.
+        asked = nodes if self.plan is None else max(nodes, (self.plan.depth - 1) * self.plan.width)
+        self.draft_slots = longest + asked + decode.k + 1
         # Rows are bit-identical only over equally many keys as well: read all slots, not as far as the longest row.
         self.cache = target.new_cache(len(requests), self.slots, read_all=decode.fixed_width is not None)
         self.taps = tuple(drafter.taps) if drafter is not None else ()
@@ -288,7 +304,7 @@ class _Batch:
             token_B = top(logits_BV, self.params, history)
         self.anchors_B = token_B
         if self.drafter is not None:
-            prefill = Prefill(len(counts), self.slots, self.device, self.target.dtype)
+            prefill = Prefill(len(counts), self.draft_slots, self.device, self.target.dtype)
             self.state = self.drafter.init(prefill)
             self.commit = Commit(
                 ids_BT, counts_B, positions_BT, token_B, out.taps_BTPD, out.last_hidden_BTD, kv=self.cache
@@ -306,60 +322,11 @@ class _Batch:
         clock = time.perf_counter()
         tree = self._draft() if self.drafter is not None else self._no_draft()
         clock = self._spend("draft", clock)
-
-        b, n = tree.tokens_BN.shape
-        rows = n + 1
-        chain = self.plan is None or self.plan.tree == "chain" or n == 0
-        chain = chain and (n == 0 or not hasattr(self.drafter, "propose") or tree.is_chain())
-        ids_BM = torch.cat([self.anchors_B[:, None], tree.tokens_BN], 1)
-        depths_BM = torch.nn.functional.pad(tree.depths_BN, (1, 0))
-        start_B1 = self.cache.lengths_B[:, None].clone()
-        width = self.decode.fixed_width
-        if width is not None and not chain:
-            raise ValueError("fixed_width is for chains, this drafter proposed a tree: leave fixed_width unset")
-        if width is not None and rows < width:
-            pad = width - rows
-            ids_BM = torch.cat([ids_BM, self.anchors_B[:, None].expand(b, pad)], 1)
-            depths_BM = torch.cat([depths_BM, torch.arange(rows, width, device=self.device).expand(b, pad)], 1)
-        see_BMM = None if chain else tree.visible()
-        out = self.target.forward(ids_BM, start_B1 + depths_BM, cache=self.cache, see_BTA=see_BMM, taps=self.taps)
-        logits_BMV = self.target.head(out.last_hidden_BTD)[:, :rows]
+        passed = self._verify(tree)
         clock = self._spend("verify", clock)
-
-        choice, rule = self._choose(tree, logits_BMV, depths_BM[:, :rows], see_BMM)
-        live = [r.stop_reason is None for r in self.requests]
-        counts, tested = choice.counts_B.tolist(), choice.tested_B.tolist()
-        ranks_BN = torch.zeros_like(tree.parents_BN) if chain else tree.sibling_ranks()
-        used = tree.valid_BN.sum(1).tolist()
-        longest = max((c for c, alive in zip(counts, live, strict=True) if alive), default=0)
-        path_BL = choice.path_BL[:, :longest]
-        tokens_BL = tree.tokens_BN.gather(1, (path_BL - 1).clamp(min=0)) if longest else path_BL
-        ranks = ranks_BN.gather(1, (path_BL - 1).clamp(min=0)).tolist() if longest else [[]] * b
-        tokens, last = tokens_BL.tolist(), choice.token_B.tolist()
-
-        keep_B = torch.tensor(
-            [c + 1 if alive else 0 for c, alive in zip(counts, live, strict=True)], device=self.device
-        )
-        path_BA = torch.nn.functional.pad(path_BL, (1, 0))  # the anchor first
-        if chain:
-            self.cache.commit(keep_B)
-        else:
-            self.cache.compact(path_BA, keep_B)
-        if self.drafter is not None:
-            self.commit = self._kept(ids_BM, start_B1, path_BA, keep_B, choice.token_B, out, chain)
-        self.anchors_B = torch.where(keep_B > 0, choice.token_B, self.anchors_B)
-        self.rounds_B += keep_B > 0
-
-        events = []
-        for row in range(b):
-            if not live[row]:
-                continue
-            request, c = self.requests[row], counts[row]
-            before = len(request.ids)
-            logits_XV = logits_BMV[row, path_BA[row, : c + 1]] if self._wants_logits(request) else None
-            events.append(self._commit(row, [*tokens[row][:c], last[row]], c, logits_XV))
-            request.stats.rule = rule if self.drafter is not None else "plain"
-            request.stats.record(len(request.ids) - before, ranks[row][:c], tested[row], used[row])
+        choice, rule = self._choose(tree, passed)
+        events = self._commit_tokens(tree, passed, choice, rule)
+        self._keep(passed, choice)
         self._spend("commit", clock)
         return events
 
@@ -383,19 +350,39 @@ class _Batch:
         name = self.decode.verifier
         return self.decode.tree != "dynamic" and (name == "auto" or verify.VERIFIERS[name].q == "rows")
 
-    def _choose(
-        self, tree: Tree, logits_BMV: Tensor, depths_BM: Tensor, see_BMM: Tensor | None
-    ) -> tuple[verify.Choice, str]:
+    def _verify(self, tree: Tree) -> _Pass:
+        """Run the anchor and the nodes through the target."""
+        b, n = tree.tokens_BN.shape
+        chain = n == 0 or (tree.is_chain() if self.plan is None else self.plan.tree == "chain")
+        ids_BM = torch.cat([self.anchors_B[:, None], tree.tokens_BN], 1)
+        depths_BM = torch.nn.functional.pad(tree.depths_BN, (1, 0))
+        start_B1 = self.cache.lengths_B[:, None].clone()
+        padded_BM, at_BM = ids_BM, start_B1 + depths_BM
+        if self.decode.fixed_width is not None:
+            missing = self.decode.fixed_width - n - 1
+            if not chain or missing < 0:
+                raise ValueError(
+                    f"fixed_width={self.decode.fixed_width}: the drafter proposed {n} nodes that are not a chain of at "
+                    "most fixed_width - 1; lower k or leave fixed_width unset"
+                )
+            padded_BM = torch.cat([ids_BM, self.anchors_B[:, None].expand(b, missing)], 1)
+            at_BM = start_B1 + torch.arange(self.decode.fixed_width, device=self.device)
+        see_BMM = None if chain else tree.visible()
+        out = self.target.forward(padded_BM, at_BM, cache=self.cache, see_BTA=see_BMM, taps=self.taps)
+        logits_BMV = self.target.head(out.last_hidden_BTD)[:, : n + 1]
+        return _Pass(ids_BM, depths_BM, start_B1, see_BMM, out.last_hidden_BTD, out.taps_BTPD, logits_BMV, chain)
+
+    def _choose(self, tree: Tree, passed: _Pass) -> tuple[verify.Choice, str]:
         """Apply the verifier to the logits of the anchor and the nodes."""
-        b, m, v = logits_BMV.shape
+        b, m, v = passed.logits_BMV.shape
         decode = self.decode
         name = verify.resolve(decode.verifier, tree, self.params.hot, decode.allow_lossy)
         rule = verify.VERIFIERS[name]
         see_BMJ = None
         if self.params.penalises:
-            see_BMJ = (tree.visible() if see_BMM is None else see_BMM)[:, :, 1:]
-        history = self.ledger.at(depths_BM, tree.tokens_BN, see_BMJ)
-        flat_XV = logits_BMV.reshape(b * m, v)
+            see_BMJ = (tree.visible() if passed.see_BMM is None else passed.see_BMM)[:, :, 1:]
+        history = self.ledger.at(passed.depths_BM, tree.tokens_BN, see_BMJ)
+        flat_XV = passed.logits_BMV.reshape(b * m, v)
         params = self.params.repeat(m)
         if rule.greedy_only:
             return rule.choose(tree, rule.probabilities(tree, top(flat_XV, params, history).view(b, m)), None), name
@@ -404,7 +391,7 @@ class _Batch:
             odds = verify.typical_odds(tree, p_BMV, decode.typical_epsilon, decode.typical_delta)
         else:
             odds = rule.probabilities(tree, p_BMV)
-        return rule.choose(tree, odds, self._coins(m, depths_BM)), name
+        return rule.choose(tree, odds, self._coins(m, passed.depths_BM)), name
 
     def _coins(self, m: int, depths_BM: Tensor) -> verify.Coins:
         """One call for all the uniforms of a verification."""
@@ -424,21 +411,49 @@ class _Batch:
         )
         return verify.Coins(u_3BM[0][:, 1:], u_3BM[1], u_3BM[2])
 
-    def _kept(
-        self, ids_BM: Tensor, start_B1: Tensor, path_BA: Tensor, keep_B: Tensor, token_B: Tensor, out: Any, chain: bool
-    ) -> Commit:
-        """The accepted rows, for the drafter."""
-        a = path_BA.shape[1]
-        positions_BA = start_B1 + torch.arange(a, device=self.device)
-        taps = out.taps_BTPD
-        if chain:
-            ids_BA, hidden = ids_BM[:, :a], out.last_hidden_BTD[:, :a]
-            taps = taps[:, :a] if taps is not None else None
+    def _commit_tokens(self, tree: Tree, passed: _Pass, choice: verify.Choice, rule: str) -> list[Event]:
+        """Hand the accepted tokens and the one that follows to the requests."""
+        nodes_BL = (choice.path_BL - 1).clamp(min=0)
+        counts, tested, last = choice.counts_B.tolist(), choice.tested_B.tolist(), choice.token_B.tolist()
+        drafted = (tree.tokens_BN.gather(1, nodes_BL) if nodes_BL.shape[1] else nodes_BL).tolist()
+        ranks = nodes_BL.tolist() if passed.chain else tree.sibling_ranks().gather(1, nodes_BL).tolist()
+        used = tree.valid_BN.sum(1).tolist()
+        events = []
+        for row, request in enumerate(self.requests):
+            if request.stop_reason is not None:
+                continue
+            c, before = counts[row], len(request.ids)
+            logits_XV = None
+            if self._wants_logits(request):
+                logits_XV = passed.logits_BMV[row, [0, *choice.path_BL[row, :c].tolist()]]
+            events.append(self._commit(row, [*drafted[row][:c], last[row]], c, logits_XV))
+            path_ranks = [0] * c if passed.chain else ranks[row][:c]
+            request.stats.record(len(request.ids) - before, path_ranks, tested[row], used[row])
+            if self.drafter is not None:
+                request.stats.rule = rule
+        return events
+
+    def _keep(self, passed: _Pass, choice: verify.Choice) -> None:
+        """Keep the accepted rows in the cache and for the drafter; a request that is done keeps nothing more."""
+        live_B = torch.tensor([r.stop_reason is None for r in self.requests], device=self.device)
+        keep_B = torch.where(live_B, choice.counts_B + 1, 0)
+        a = int(keep_B.max())
+        if a == 0:
+            return
+        path_BA = torch.nn.functional.pad(choice.path_BL, (1, 0))[:, :a]  # the anchor first
+        hidden, taps = passed.last_hidden_BTD, passed.taps_BTPD
+        if passed.chain:
+            self.cache.commit(keep_B)
+            ids_BA, hidden, taps = passed.ids_BM[:, :a], hidden[:, :a], None if taps is None else taps[:, :a]
         else:
-            rows_B1 = torch.arange(path_BA.shape[0], device=self.device)[:, None]
-            ids_BA, hidden = ids_BM.gather(1, path_BA), out.last_hidden_BTD[rows_B1, path_BA]
-            taps = taps[rows_B1, path_BA] if taps is not None else None
-        return Commit(ids_BA, keep_B, positions_BA, token_B, taps, hidden, kv=self.cache)
+            self.cache.compact(path_BA, keep_B)
+            rows_B1 = torch.arange(len(self.requests), device=self.device)[:, None]
+            ids_BA, hidden = passed.ids_BM.gather(1, path_BA), hidden[rows_B1, path_BA]
+            taps = None if taps is None else taps[rows_B1, path_BA]
+        positions_BA = passed.start_B1 + torch.arange(a, device=self.device)
+        self.commit = Commit(ids_BA, keep_B, positions_BA, choice.token_B, taps, hidden, kv=self.cache)
+        self.anchors_B = choice.token_B
+        self.rounds_B += live_B
 
     def _wants_logits(self, request: Request) -> bool:
         return self.decode.keep_logits or request.params.logprobs

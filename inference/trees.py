@@ -107,8 +107,9 @@ class Plan:
     @cached_property
     def layers(self) -> list[Layer]:
         """The template by depth."""
-        index = {path: i + 1 for i, path in enumerate(self.choices)} | {(): 0}
-        layers, expanded = [], {(): 0}
+        index: dict[tuple[int, ...], int] = {(): 0} | {path: i + 1 for i, path in enumerate(self.choices)}
+        layers: list[Layer] = []
+        expanded: dict[tuple[int, ...], int] = {(): 0}
         for depth in range(1, self.depth + 1):
             paths = [p for p in self.choices if len(p) == depth]
             parents = sorted({p[:-1] for p in paths})
