@@ -1,0 +1,193 @@
+"""`draftsmith check`: the replay agrees with training itself, and every fault that acceptance hides is seen (PROMISE 16).
+
+Iterates over the exporters' table. Run: pytest tests/test_check.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.inference.check import DEPTH, CheckConfig, make_replay, read_replay, replay, run_check, stored_positions
+from draftsmith.inference.export import RunFacts, export
+from draftsmith.inference.exporters import EXPORTERS
+from draftsmith.inference.exporters.folder import REPLAY, WEIGHTS
+from draftsmith.models import METHODS
+from draftsmith.models.drafter import Batch, TargetOut
+from draftsmith.models.supervision import Scorer
+
+OPTIONS = {
+    "medusa": {"heads": 3, "head": "shared"},
+    "hydra": {"heads": 3, "prefix": True},
+    "eagle": {"steps": 4},
+    "eagle3": {"steps": 4, "taps": (1, 2, 3), "fc_norm": True},
+}
+
+
+def make(target, method):
+    """Random weights in every tensor, as strong as what training leaves, over every second id."""
+    torch.manual_seed(3)
+    drafter = METHODS[method](METHODS[method].Config(**OPTIONS[method]), target.facts, torch.arange(0, 256, 2))
+    drafter.init_from_target(target)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += 0.5 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+    return drafter.eval()
+
+
+@pytest.fixture
+def target(tiny, monkeypatch):
+    target = tiny(max_positions=512)
+    monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: target)
+    return target
+
+
+@pytest.fixture(params=EXPORTERS)
+def exported(request, target, tmp_path):
+    drafter = make(target, request.param)
+    return target, drafter, export(drafter, tmp_path / "x", run=RunFacts(train_length=128), target=target)
+
+
+def change_tensor(folder, name, change):
+    tensors = load_file(folder / WEIGHTS)
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, folder / WEIGHTS)
+    change_config(folder, lambda ours: ours.pop("sha256", None))
+
+
+def change_config(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config["draftsmith"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_an_export_agrees_with_itself(exported, capsys):
+    _, drafter, folder = exported
+    result = run_check(CheckConfig(str(folder)))
+    depth = min(DEPTH, drafter.max_depth or DEPTH)
+    assert (result.pairs, result.agreeing) == (32 * depth, 32 * depth) and result.difference < 1e-5
+    assert "100.0 %" in capsys.readouterr().out
+
+
+def test_stored_logits_are_those_the_loss_is_computed_from(exported, monkeypatch):
+    """Training's own forward pass, teacher-forced on the stored texts, with the weights as the file holds them."""
+    target, drafter, folder = exported
+    stored = read_replay(folder)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    ids_ST = stored["ids"]
+    s, t = ids_ST.shape
+    batch = Batch(
+        ids_BT=ids_ST,
+        supervised_BT=torch.ones(s, t, dtype=torch.bool),
+        positions_BT=torch.arange(t).expand(s, t),
+        samples_BT=torch.arange(s)[:, None].expand(s, t),
+    )
+    states = target.forward(ids_ST, batch.positions_BT, taps=drafter.taps)
+    out = TargetOut(states.taps_BTPD, states.last_hidden_BTD, head=target.head, embed=target.embed)
+    seen = {}
+
+    def spy(self, depth, logits_RW, feature_RD=None):
+        for flat, row in zip(self.rows.flat_R[self.rows.pairs[depth - 1]].tolist(), logits_RW, strict=True):
+            seen[depth, flat] = row.detach()
+
+    monkeypatch.setattr(Scorer, "add", spy)
+    monkeypatch.setattr(Scorer, "terms", lambda self: None)
+    drafter.loss(batch, out, 0.0)
+    t2d = {int(i): w for w, i in enumerate(drafter.d2t_W)}
+    compared = 0
+    for row, (text, at) in enumerate(stored["positions"].tolist()):
+        for k in range(stored["top_ids"].shape[1]):
+            if (logits_W := seen.get((k + 1, text * t + at))) is None:
+                continue
+            columns = [t2d[i] for i in stored["top_ids"][row, k].tolist()]
+            torch.testing.assert_close(logits_W[columns], stored["top_logits"][row, k], rtol=0, atol=1e-4)
+            assert int(logits_W.argmax()) == columns[0]
+            compared += 1
+    assert compared >= 32 * (stored["top_ids"].shape[1] - 1)
+
+
+FAULTS = {
+    "medusa": [("blocks.1.layers.0.weight", lambda t: t.roll(1, 0)), ("blocks.0.layers.0.bias", torch.zeros_like)],
+    "hydra": [("lm_heads.2.weight", lambda t: t.roll(1, 0)), ("prefix.input_layernorm.weight", torch.ones_like)],
+    "eagle": [("fc.weight", lambda t: t.roll(48, 1)), ("layers.0.post_attention_layernorm.weight", torch.ones_like)],
+    "eagle3": [
+        ("fc.weight", lambda t: t.roll(48, 1)),
+        ("norm.weight", torch.ones_like),
+        ("midlayer.hidden_norm.weight", torch.ones_like),
+        ("fc_norm.1.weight", torch.ones_like),
+        ("midlayer.mlp.down_proj.weight", torch.zeros_like),
+    ],
+}
+
+
+def test_changed_tensors_are_seen(exported):
+    _, drafter, folder = exported
+    whole = load_file(folder / WEIGHTS)
+    for name, change in FAULTS[drafter.method]:
+        change_tensor(folder, name, change)
+        with pytest.raises(ValueError, match="does not compute what its trainer did"):
+            run_check(CheckConfig(str(folder)))
+        save_file(whole, folder / WEIGHTS)
+    run_check(CheckConfig(str(folder)))
+
+
+def test_taps_off_by_one_are_seen(target, tmp_path):
+    folder = export(make(target, "eagle3"), tmp_path / "x", run=RunFacts(), target=target)
+    change_config(folder, lambda ours: (ours.update(taps=[0, 1, 2]), ours["config"].update(taps=[0, 1, 2])))
+    with pytest.raises(ValueError, match="does not compute"):
+        run_check(CheckConfig(str(folder)))
+
+
+def test_another_targets_weights_are_seen(exported, tiny, monkeypatch):
+    _, drafter, folder = exported
+    stranger = tiny(max_positions=512, seed=9)
+    monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: stranger)
+    words = "not the head of" if drafter.method == "medusa" else "does not compute"
+    with pytest.warns(UserWarning, match="other weights"), pytest.raises(ValueError, match=words):
+        run_check(CheckConfig(str(folder)))
+
+
+def test_half_precision_target_and_bf16_check(tiny, tmp_path, monkeypatch):
+    target = tiny(max_positions=512, dtype=torch.bfloat16)
+    asked = []
+    monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: asked.append(options) or target)
+    folder = export(make(target, "eagle3"), tmp_path / "x", run=RunFacts(), target=target)
+    assert run_check(CheckConfig(str(folder))).difference < 1e-5
+    assert asked[0]["dtype"] == "bfloat16"  # as beside the trainer, then widened
+    result = run_check(CheckConfig(str(folder), dtype="bfloat16"))
+    assert result.agreeing >= 0.98 * result.pairs and result.difference < 0.05
+
+
+def test_what_can_not_be_checked_is_said(target, tmp_path):
+    drafter = make(target, "eagle3")
+    bare = export(drafter, tmp_path / "bare", run=RunFacts())
+    with pytest.raises(ValueError, match=r"no replay/replay\.safetensors"):
+        run_check(CheckConfig(str(bare)))
+    folder = export(drafter, tmp_path / "x", run=RunFacts(), target=target)
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        run_check(CheckConfig(str(folder), dtype="int8"))
+    with pytest.raises(ValueError, match="check it in float32"):
+        run_check(CheckConfig(str(folder), dtype="bfloat16"))
+    save_file({"ids": torch.zeros(2, 3, dtype=torch.int64)}, folder / REPLAY)
+    with pytest.raises(ValueError, match="no replay of this version"):
+        run_check(CheckConfig(str(folder)))
+
+
+def test_replay_does_not_touch_the_drafter(target):
+    drafter = make(target, "eagle3")
+    before = {n: t.clone() for n, t in drafter.state_dict().items()}
+    make_replay(drafter, target, torch.bfloat16)
+    assert all(torch.equal(t, before[n]) for n, t in drafter.state_dict().items())
+
+
+def test_positions_fit_every_depth(target):
+    for depth in (1, 4):
+        ids, positions = stored_positions(target, depth)
+        assert len(positions) == 32 and int(positions[:, 1].max()) + 1 + depth < ids.shape[1]
+        logits = replay(make(target, "eagle"), target, ids, positions, depth)
+        assert logits.shape == (32, depth, 256) and logits[..., 1::2].isneginf().all()
