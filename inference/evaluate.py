@@ -103,7 +103,7 @@ class EvaluateConfig:
     json: str | None = None
     """Where to write the JSON report, instead of `out`/report.json."""
     html: str | None = None
-    """Where to write the HTML page, instead of `out`/report.html."""
+    """Where to write the HTML page, instead of beside the JSON report."""
     trust_remote_code: bool = False
     """Run code that comes with the target."""
 
@@ -138,7 +138,8 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
         ValueError: an export that does not fit the target, an unknown suite, a lossy rule without `allow_lossy`.
     """
     names = [model, *cfg.also]
-    configs = [read_export_config(name) for name in names]
+    revisions = [cfg.revision] + [None] * len(cfg.also)
+    configs = [read_export_config(name, revision) for name, revision in zip(names, revisions, strict=True)]
     facts = configs[0]["draftsmith"]["target"]
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     target = load_target(
@@ -149,8 +150,8 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
         trust_remote_code=cfg.trust_remote_code,
     )
     drafters, estimated, labels = {}, {}, {}
-    for name, config in zip(names, configs, strict=True):
-        drafter = load_drafter(name, target, revision=cfg.revision if name == model else None)
+    for name, revision, config in zip(names, revisions, configs, strict=True):
+        drafter = load_drafter(name, target, revision=revision)
         label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
         drafters[label], estimated[label], labels[label] = drafter, config["draftsmith"].get("estimated"), _label(name)
     report = measure(target, drafters, prompts, cfg, estimated, console)
@@ -161,6 +162,8 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
 def run_evaluate(cfg: EvaluateConfig) -> int:
     """The command: measure, write JSON and HTML, print the table. Returns 1 when a losslessness check is red."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a log has no width of its own
     report = evaluate(cfg.model, cfg, console)
     written = write_report(report, cfg)
     print_report(report, console)
@@ -170,8 +173,8 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
 
 def write_report(report: Row, cfg: EvaluateConfig) -> tuple[Path, Path]:
     """Write the JSON and the HTML report; the partial results are then done with."""
-    paths = Path(cfg.json or Path(cfg.out) / "report.json"), Path(cfg.html or Path(cfg.out) / "report.html")
-    for path, text in zip(paths, (json.dumps(report, indent=1), html(report)), strict=True):
+    paths = _json_path(cfg), Path(cfg.html) if cfg.html else _json_path(cfg).with_suffix(".html")
+    for path, text in zip(paths, (json.dumps(report, indent=1, allow_nan=False), html(report)), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     _partial_path(cfg).unlink(missing_ok=True)
@@ -195,6 +198,8 @@ def measure(
     Returns:
         {"machine", "run", "rows", "best", "limits", "gains", "alarms", "causes", "flags", "examples", "definitions"}.
     """
+    if target.tokenizer.chat_template is None:
+        raise ValueError(f"target {target.facts.name!r} has no chat template, and suites are conversations: set one")
     arms = plan(cfg, drafters)
     samples, questions = _collect(target, drafters, prompts, cfg, arms, console or Console(stderr=True))
     return _reduce(target, drafters, prompts, cfg, arms, samples, questions, estimated or {})
@@ -374,7 +379,9 @@ def _reduce(
         width = [s for a in arms if a.kind == "width" and _same_width(a, arm) for s in by_arm[a.name]]
         rows.append(_row(target, drafters, cfg, arm, by_arm[arm.name], plain, hf, width, questions, bootstrap))
     drafts = [row for row in rows if row["draft_length"]]
-    greens = [row for row in drafts if not row["red"] and row["temperature"] == cfg.temperatures[0]]
+    greens = [
+        row for row in drafts if row["tau"] and row["tokens_per_second"] and row["temperature"] == cfg.temperatures[0]
+    ]
     best = max(greens, key=lambda row: row["tokens_per_second"], default=None)
     report: Row = {
         "machine": machine(target),
@@ -388,7 +395,8 @@ def _reduce(
         "definitions": DEFINITIONS,
     }
     if best is None:
-        report["limits"], report["gains"] = "a red losslessness check: find the cause before any speed matters", {}
+        why = "a red losslessness check: find its cause" if any(r["red"] for r in drafts) else "answers of one token"
+        report["limits"], report["gains"] = f"{why} before any speed matters", {}
     else:
         step = rows[0]["seconds_per_pass"]
         plain_step = sum(step[part] for part in ("draft", "verify", "commit", "other"))
@@ -440,6 +448,7 @@ def _row(
         "temperature": arm.temperature,
         "dtype": cfg.dtype,
         "prompts": len({s.prompt for s in samples}),
+        "answers": len(samples),
         "tokens": sum(len(s.ids) for s in samples),
         **acceptance(samples, bootstrap),
         "tokens_per_second": tokens_per_second,
@@ -481,6 +490,7 @@ def _identity(
         "identical_to_plain": None,
         "identical_prompts": 0,
         "checked_prompts": 0,
+        "differ_from_unpadded": None,
         "divergences": [],
         "red": None,
     }
@@ -495,6 +505,7 @@ def _identity(
     if arm.kind == "draft":
         unpadded = {(s.prompt, s.turn): s.ids for s in plain}
         compared = [s for s in samples if s.ids != unpadded[s.prompt, s.turn]]
+        found["differ_from_unpadded"] = len(compared)
         for sample in compared if lossless and not chain else compared[:SHOWN_DIVERGENCES]:
             key = sample.prompt, sample.turn
             other = divergence(target, drafters, arm, _params(cfg, arm), questions[key], unpadded[key], sample.ids)
@@ -644,9 +655,12 @@ def _label(model: str) -> str:
     return path.parent.name if path.name == "export" and path.parent.name else path.name
 
 
+def _json_path(cfg: EvaluateConfig) -> Path:
+    return Path(cfg.json) if cfg.json else Path(cfg.out) / "report.json"
+
+
 def _partial_path(cfg: EvaluateConfig) -> Path:
-    path = Path(cfg.json) if cfg.json else Path(cfg.out) / "report.json"
-    return path.with_suffix(".partial.jsonl")
+    return _json_path(cfg).with_suffix(".partial.jsonl")
 
 
 def _fingerprint(target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], cfg: EvaluateConfig) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -34,6 +35,7 @@ PARTS = ("draft", "verify", "commit", "other")
 def print_report(report: Row, console: Console) -> None:
     """The terminal's report: rows, acceptance by depth, categories, definitions, alarms, what limits you."""
     console.print(rows_table(report))
+    console.print(time_table(report))
     console.print(acceptance_table(report))
     for row in report["rows"]:
         if row["draft_length"] and row["categories"]:
@@ -64,25 +66,16 @@ def rows_table(report: Row) -> Table:
         f"{run['suite']}: {run['prompts']} prompts, at most {run['max_new_tokens']} new tokens, {run['dtype']}, "
         f"batch 1, target {run['target']}"
     )
-    table = Table(title=visible(title), title_justify="left")
-    for name in ("decoding", "K", "T", "tau [95 %]", "macro", "tok/s", "x plain [95 %]", "x HF", "tok/fwd"):
-        table.add_column(name, justify="left" if name == "decoding" else "right", no_wrap=name == "decoding")
-    for name in ("draft/verify/commit/other", "lossless", "identical"):
-        table.add_column(name)
+    table = _table(title, "decoding", "tau [95 %]", "tok/s", "x plain", "x HF", "lossless", "identical")
     for row in report["rows"]:
         red = row["red"] is not None
         slow = row["draft_length"] and row["ratio_to_plain"] is not None and row["ratio_to_plain"] < 1
         table.add_row(
             visible(row["name"]),
-            str(row["draft_length"] or "-"),
-            f"{row['temperature']:g}",
             with_interval(row["tau"], row["tau_interval"]),
-            number(row["tau_macro"]),
             "red" if red else number(row["tokens_per_second"], 1),
             "red" if red else with_interval(row["ratio_to_plain"], row["ratio_to_plain_interval"]),
             "red" if red else number(row["ratio_to_hf"]),
-            number(row["tokens_per_forward"]),
-            "/".join(f"{share:.0%}" for share in shares(row).values()) or "-",
             row["lossless"],
             identity(row),
             style="red" if red or slow else None,
@@ -90,11 +83,27 @@ def rows_table(report: Row) -> Table:
     return table
 
 
+def time_table(report: Row) -> Table:
+    """Tokens per target pass, mean over prompts, and where the time of a pass goes."""
+    table = _table("where the time goes", "decoding", "macro tau", "tok/fwd", "ms/pass", *PARTS)
+    for row in report["rows"]:
+        if share := shares(row):
+            total = sum(row["seconds_per_pass"][part] for part in PARTS)
+            table.add_row(
+                visible(row["name"]),
+                number(row["tau_macro"]),
+                number(row["tokens_per_forward"]),
+                "red" if row["red"] else number(1000 * total, 1),
+                *(f"{share[part]:.0%}" for part in PARTS),
+            )
+    return table
+
+
 def acceptance_table(report: Row) -> Table:
     """Conditional and unconditional acceptance by depth, with counts; by rank where siblings were drafted."""
-    table = Table(title="acceptance by depth", title_justify="left")
-    for name in ("decoding", "depth", "conditional [95 %]", "accepted/offered", "unconditional", "by rank"):
-        table.add_column(name, justify="left" if name == "decoding" else "right", no_wrap=name == "decoding")
+    table = _table(
+        "acceptance by depth, with 95 % intervals", "decoding", "depth", "conditional", "counts", "uncond.", "by rank"
+    )
     for row in report["rows"]:
         for d, alpha in enumerate(row["alpha"]):
             ranks = row["alpha_by_rank"][d]
@@ -111,9 +120,9 @@ def acceptance_table(report: Row) -> Table:
 
 def categories_table(row: Row) -> Table:
     """tau and acceptance of one draft row, category by category."""
-    table = Table(title=visible(f"by category, {row['name']}"), title_justify="left")
-    for name in ("category", "prompts", "tau [95 %]", "conditional acceptance", "x plain"):
-        table.add_column(name, justify="left" if name == "category" else "right")
+    table = _table(
+        f"by category, {row['name']}", "category", "prompts", "tau [95 %]", "conditional acceptance", "x plain"
+    )
     for name, figures in row["categories"].items():
         table.add_row(
             visible(name),
@@ -126,19 +135,29 @@ def categories_table(row: Row) -> Table:
 
 
 def identity_lines(report: Row) -> list[str]:
-    """What the losslessness checks saw: red rows, and each first difference with the logit gap there."""
+    """What the losslessness checks saw: red rows; how many answers differ from unpadded plain decoding, and the first
+    difference with the logit gap there. The JSON report has all that were measured."""
     lines = []
     for row in report["rows"]:
         if row["red"]:
             lines.append(f"RED {row['name']}: {row['red']}; its speed is not shown")
-        for other in row["divergences"]:
-            verdict = "a near-tie" if other["excused"] else "NOT a near-tie"
+        if measured := row["divergences"]:
+            worst = max(measured, key=lambda other: (not other["excused"], other["gap"]))
+            ties = sum(other["excused"] for other in measured)
             lines.append(
-                f"{row['name']}: {other['prompt']} first differs from plain decoding (width 1) at token "
-                f"{other['position']}; top-2 logit gap {other['gap']:.3g}, the widths differ by "
-                f"{other['width_difference']:.3g}: {verdict}"
+                f"{row['name']}: {row['differ_from_unpadded']} of {row['answers']} answers differ from plain decoding of "
+                f"width 1; of {len(measured)} measured, {ties} at a near-tie; largest top-2 logit gap {worst['gap']:.3g} "
+                f"where the widths differ by {worst['width_difference']:.3g} ({worst['prompt']}, token {worst['position']})"
             )
     return lines
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=visible(title), title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
 
 
 def html(report: Row) -> str:
@@ -240,7 +259,10 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
-    return number(value) if not interval else f"{number(value)} [{interval[0]:.2f}, {interval[1]:.2f}]"
+    """`1.80 [1.70–1.90]`; an interval of no width is left out."""
+    if not interval or f"{interval[0]:.2f}" == f"{interval[1]:.2f}":
+        return number(value)
+    return f"{number(value)} [{interval[0]:.2f}–{interval[1]:.2f}]"
 
 
 def identity(row: Row) -> str:

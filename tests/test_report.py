@@ -135,6 +135,8 @@ def make_row(**change):
         "identical_to_plain": True,
         "identical_prompts": 2,
         "checked_prompts": 2,
+        "answers": 2,
+        "differ_from_unpadded": 0,
         "divergences": [],
         "red": None,
         "categories": {
@@ -221,7 +223,7 @@ def terminal(content):
 def test_terminal_report_defines_its_words_and_ends_with_what_limits_you():
     text = terminal(make_report())
     assert text.rstrip().splitlines()[-1].startswith("what limits you: data")
-    assert "1.80 [1.70, 1.90]" in text and "1.30 [1.20, 1.40]" in text and "25/50" in text
+    assert "1.80 [1.70–1.90]" in text and "1.30 [1.20–1.40]" in text and "25/50" in text
     for word in ("tau", "tau_macro", "alpha", "alpha_unconditional", "lossless", "K"):
         assert f"  {word}: " in text
     assert sum(cause in text for cause in figures.CAUSES) == 6
@@ -237,11 +239,21 @@ def test_a_red_row_shows_no_speed():
     )
 
 
-def test_a_first_divergence_is_printed_with_its_gap():
-    other = {"prompt": "p7", "position": 12, "gap": 0.0625, "width_difference": 0.125, "excused": True}
-    text = terminal(make_report(rows=[make_row(divergences=[other])]))
-    assert "p7 first differs from plain decoding (width 1) at token 12; top-2 logit gap 0.0625" in text
-    assert "0.125: a near-tie" in text
+def test_divergences_are_counted_and_the_worst_is_printed_with_its_gap():
+    tie = {"prompt": "p7", "position": 12, "gap": 0.0625, "width_difference": 0.125, "excused": True}
+    wrong = {"prompt": "p8", "position": 3, "gap": 0.5, "width_difference": 0.1, "excused": False}
+    text = terminal(make_report(rows=[make_row(divergences=[tie, wrong], differ_from_unpadded=2)]))
+    assert "2 of 2 answers differ from plain decoding of width 1; of 2 measured, 1 at a near-tie" in text
+    assert "gap 0.5 where the widths differ by 0.1 (p8, token 3)" in text
+    text = terminal(make_report(rows=[make_row(divergences=[tie], differ_from_unpadded=1)]))
+    assert "gap 0.0625 where the widths differ by 0.125 (p7, token 12)" in text
+
+
+def test_the_tables_fit_a_narrow_terminal():
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    report.print_report(make_report(), console)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in console.file.getvalue()
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal():

@@ -107,9 +107,12 @@ def train(name: str, out: Path, *, quick: bool) -> Path:
     command = ["accelerate", "launch", *recipe, *settings]
     print("+", shlex.join(command), flush=True)
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"} | os.environ
-    subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *command[2:]], cwd=ROOT, env=environment, check=True
-    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
+    code = subprocess.run(launch, cwd=ROOT, env=environment).returncode
+    if code:
+        raise SystemExit(
+            f"training {name} ended with exit code {code}; its messages are above, this command resumes it"
+        )
     done.touch()
     return run / "export"
 
