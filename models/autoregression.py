@@ -48,12 +48,12 @@ class Cell(Protocol):
 def unroll(
     cell: Cell, embed: TargetEmbed, feature_BTD: Tensor, batch: Batch, rows: Rows, steps: int, detach: bool = False
 ) -> Iterator[Tensor]:
-    """Training: yield the layer's output [R, D] of steps 0 .. steps - 1 (depth 1 .. steps), teacher-forced tokens.
+    """Training: yield, for depth 1 .. steps, the layer's output [R, D] of the rows that are trained at that depth
+    (`rows.pairs`), with the data's tokens as drafts.
 
     `detach`: a step's output enters the next one as a constant (HASS: each pass is back-propagated on its own).
     """
     packing = Packing(rows, batch)
-    position_R = rows.take(batch.positions_BT)
     x_BTX, residual_BTD = cell.mix(embed(batch.ids_BT.roll(-1, dims=1)), feature_BTD)
     k_BTGd, v_BTGd = cell.self_attn.keys_values(x_BTX, cell.rotary(batch.positions_BT))
     k_BGTd, v_BGTd = k_BTGd.transpose(1, 2), v_BTGd.transpose(1, 2)
@@ -61,7 +61,10 @@ def unroll(
     hidden_RD = residual_RD
     own: list[tuple[Tensor, Tensor]] = []
     for step in range(steps):
-        angles = cell.rotary(position_R + step)
+        if step == 1:  # from here on, only rows that go deeper
+            hidden_RD, rows = hidden_RD[rows.pairs[1]], rows.deeper()
+            packing = Packing(rows, batch)
+        angles = cell.rotary(rows.take(batch.positions_BT) + step)
         if step > 0:
             feature_RD = cell.feed(hidden_RD.detach() if detach else hidden_RD)
             x_RX, residual_RD = cell.mix(embed(rows.take(batch.ids_BT, 1 + step)), feature_RD)
@@ -69,7 +72,7 @@ def unroll(
             own.append((packing.spread(k_RGd), packing.spread(v_RGd)))
         q_BHQd = packing.spread(cell.self_attn.queries(x_RX, angles))
         hidden_RD = cell.finish(residual_RD, packing.collect(attend(q_BHQd, k_BGTd, v_BGTd, packing.see_BQT, own)))
-        yield hidden_RD
+        yield hidden_RD[rows.pairs[max(step - 1, 0)]]
 
 
 @dataclass

@@ -50,6 +50,8 @@ class Eagle3Config:
     """Loss per depth, an expression over the table of losses (EAGLE-3: full soft targets)."""
     depth_weight: float = 0.8
     """Depth d weighs depth_weight ** (d - 1) (EAGLE-3's training code)."""
+    deep_share: float = 1.0
+    """Share of the rows trained beyond depth 1, drawn anew in every epoch. EAGLE-3 trains all (1); less is faster."""
     oov: Oov = "renormalise"
     """Teacher mass outside the draft vocabulary: renormalise, mask (rows whose argmax is outside) or tail."""
     heads: int | None = None
@@ -71,6 +73,8 @@ class Eagle3Config:
         check_loss_settings(self.objective, self.oov, self.depth_weight, self.steps, "eagle3")
         if self.taps is not None and (list(self.taps) != sorted(set(self.taps)) or not self.taps):
             raise ValueError(f"eagle3: taps must be distinct and ascending, got {self.taps}")
+        if not 0 < self.deep_share <= 1:
+            raise ValueError(f"eagle3: deep_share must lie in (0, 1], got {self.deep_share}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3: fc_norm and norm_before_fc exclude each other, set one")
 
@@ -169,20 +173,20 @@ class Eagle3(nn.Module):
 
     def denominators(self, batch: Batch, progress: float) -> dict[str, float]:
         """Training pairs per depth."""
-        return pair_counts(batch, self.config.steps)
+        return pair_counts(batch, self.config.steps, self.config.deep_share)
 
     def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms:
         """Terms `depth_d`: KL (or the objective) to the target's distribution, summed over the pairs of depth d."""
         assert target_out.taps_BTPD is not None and target_out.embed is not None
         config = self.config
-        rows = Rows.of(batch, config.steps)
+        rows = Rows.of(batch, config.steps, config.deep_share)
         scorer = Scorer(
             rows, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov, config.depth_weight
         )
         feature_BTD = self.fuse(target_out.taps_BTPD.to(self.fc.weight.dtype))
         outputs = autoregression.unroll(self, target_out.embed, feature_BTD, batch, rows, config.steps)
         for depth, hidden_RD in enumerate(outputs, 1):
-            scorer.add(depth, self.lm_head(self.norm(hidden_RD[rows.pairs[depth - 1]])))
+            scorer.add(depth, self.lm_head(self.norm(hidden_RD)))
         return scorer.terms()
 
     forward = loss

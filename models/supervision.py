@@ -17,26 +17,37 @@ from torch import Tensor
 from ..losses.distill import ON_FEATURES, Oov, Teacher, fused_score, make_teacher
 from ..losses.objective import Objective
 from .drafter import Batch, TargetOut, Terms, supervised
+from .layers import keyed_uniform
 
 
-def pair_counts(batch: Batch, depths: int) -> dict[str, float]:
+def pair_counts(batch: Batch, depths: int, deep_share: float = 1.0) -> dict[str, float]:
     """`denominators` of every method: training pairs of each depth."""
-    return {f"depth_{d}": float(supervised(batch, d).sum()) for d in range(1, depths + 1)}
+    return {f"depth_{d}": float(len(pairs)) for d, pairs in enumerate(Rows.of(batch, depths, deep_share).pairs, 1)}
 
 
 @dataclass
 class Rows:
-    """The R supervised rows of a batch. `flat_R` = b * T + t, ascending; `pairs[d - 1]`: those that have depth d."""
+    """The R supervised rows of a batch. `flat_R` = b * T + t, ascending; `pairs[d - 1]`: indices of those that are
+    trained at depth d, a subset of those of depth d - 1."""
 
     flat_R: Tensor
     pairs: list[Tensor]
     time: int
 
     @classmethod
-    def of(cls, batch: Batch, depths: int) -> Rows:
-        has_BT = [supervised(batch, d).flatten() for d in range(1, depths + 1)]
-        flat_R = has_BT[0].nonzero()[:, 0]
-        return cls(flat_R, [has[flat_R].nonzero()[:, 0] for has in has_BT], batch.ids_BT.shape[1])
+    def of(cls, batch: Batch, depths: int, deep_share: float = 1.0) -> Rows:
+        """`deep_share`: of the rows, this share is trained beyond depth 1, drawn by (seed, epoch, sample, position)."""
+        has = [supervised(batch, d).flatten() for d in range(1, depths + 1)]
+        flat_R = has[0].nonzero()[:, 0]
+        if deep_share < 1:
+            deep = keyed_uniform(batch, 1).flatten() < deep_share
+            has[1:] = [rows & deep for rows in has[1:]]
+        return cls(flat_R, [rows[flat_R].nonzero()[:, 0] for rows in has], batch.ids_BT.shape[1])
+
+    def deeper(self) -> Rows:
+        """The rows that have depth 2 by themselves."""
+        keep_R = self.pairs[1]
+        return Rows(self.flat_R[keep_R], [torch.searchsorted(keep_R, pairs) for pairs in self.pairs[1:]], self.time)
 
     def take(self, x_BTX: Tensor, ahead: int = 0) -> Tensor:
         """[R, X]: `x` at t + ahead of each row (kept inside its row of the batch; pairs never need that)."""

@@ -495,3 +495,30 @@ def test_training_noise_is_reproducible_and_off_in_evaluation(method: str, optio
     other = float(total_loss(drafter, [dataclasses.replace(batch, epoch=1)], target).detach())
     quiet = float(total_loss(drafter.eval(), [batch], target).detach())
     assert noisy[0] == noisy[1] and len({noisy[0], other, quiet}) == 3
+
+
+def test_deep_share_trains_a_part_of_the_rows_with_the_same_logits(target: Target, monkeypatch: Any) -> None:
+    """Half of the rows beyond depth 1: the same logits there as when all are trained, counted by what was drawn."""
+    batch = one_row(torch.randint(3, 250, (120,)).tolist(), list(range(20, 120)))
+    seen: list[dict[tuple[int, int], Tensor]] = []
+    add = Scorer.add
+
+    def spy(self: Scorer, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
+        flat_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
+        seen[-1] |= {(depth, int(f)): row.detach() for f, row in zip(flat_R, logits_RW, strict=True)}
+        add(self, depth, logits_RW, feature_RD)
+
+    monkeypatch.setattr(Scorer, "add", spy)
+    for share in (1.0, 0.5):
+        drafter = make("eagle3", target, deep_share=share)
+        seen.append({})
+        terms = drafter(batch, states(target, drafter, batch), 0.0)
+        counts = drafter.denominators(batch, 0.0)
+        assert all(sum(depth == d for depth, _ in seen[-1]) == counts[f"depth_{d}"] for d in (1, 2, 3))
+        assert float(terms.metrics["accuracy_2"][1]) == counts["depth_2"]
+    assert set(seen[1]) < set(seen[0]) and counts["depth_1"] == 99 and 30 < counts["depth_2"] < 70
+    assert {f for d, f in seen[1] if d == 3} <= {f for d, f in seen[1] if d == 2}
+    for pair, logits_W in seen[1].items():
+        torch.testing.assert_close(logits_W, seen[0][pair], atol=1e-5, rtol=1e-5)
+    later = dataclasses.replace(batch, epoch=1)
+    assert not torch.equal(Rows.of(batch, 3, 0.5).pairs[1], Rows.of(later, 3, 0.5).pairs[1])
