@@ -180,7 +180,12 @@ def check(folder: Path, config: Mapping[str, Any], target: Target, stored: Mappi
     return CheckResult(agree_RK.numel(), int(agree_RK.sum()), difference)
 
 
-def run_check(cfg: CheckConfig) -> CheckResult:
+def run_check(cfg: CheckConfig) -> None:
+    """The command: `check_export`, whose printed line is all that is wanted."""
+    check_export(cfg)
+
+
+def check_export(cfg: CheckConfig) -> CheckResult:
     """Check one export and print the outcome. ValueError when the replay does not agree."""
     from ..models.target import load_target
 

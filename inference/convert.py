@@ -1,4 +1,4 @@
-"""`draftsmith convert SOURCE --target TARGET --out FOLDER`: heads that others trained, into our export form.
+"""`draftsmith convert SOURCE FOLDER --target TARGET`: heads that others trained, into our export form.
 
 Reads the flat EAGLE-3 form (SpecForge, TorchSpec, Model-Optimizer, the EAGLE repository), the speculators form, EAGLE-1
 files, and Medusa files in their original and in vLLM's names. `.safetensors` as they are; `.pt` and `.bin` only through
@@ -209,15 +209,15 @@ def taps_of(
         shifted = None if nested is None else [int(i) + 1 for i in nested]
         if top is not None and shifted is not None and list(top) != shifted:
             raise ValueError(
-                f"layer ids disagree: {list(top)} at the top level mean h{list(top)}, {list(nested)} under eagle_config "
-                f"mean h{shifted}; say which with --taps"
+                f"layer ids disagree: {top} at the top level mean h{top}, {nested} under eagle_config mean h{shifted}; "
+                "say which with --taps"
             )
         if top is not None:
             found, why = tuple(int(i) for i in top), "from top-level layer ids"
         elif shifted is not None:
             found, why = (
                 tuple(shifted),
-                f"from ids {list(nested)} under eagle_config, which count the layer whose output is read",
+                f"from ids {nested} under eagle_config, which count the layer whose output is read",
             )
         elif count == 3 and layers >= 7:
             found, why = (2, layers // 2, layers - 3), "the engines' default, no ids in the file"
@@ -307,7 +307,7 @@ def read_eagle(
         raise ValueError("lm_head.weight is not the target's head; EAGLE-1 drafts through the target's own")
     compare_sizes(config, target.facts)
     trained = bias is not None and bool(bias.any())
-    if trained:
+    if bias is not None and trained:
         state["fc.bias"] = bias
     options = {
         "heads": config["num_attention_heads"],
@@ -355,9 +355,8 @@ def read_medusa(
             raise ValueError(f"config.json says {key} {config[key]}, the file has {found}")
     own = any(n.startswith("lm_heads.") for n in state)
     options = {"heads": heads, "layers": layers, "head": "own" if own else "shared"}
-    order = None if ids is None else ids.long().argsort()
     note = "head: one per Medusa head" if own else "head: the target's own, shared"
-    return Foreign("medusa", options, None if order is None else ids.long()[order], state, (note,))
+    return Foreign("medusa", options, None if ids is None else ids.long().sort().values, state, (note,))
 
 
 READERS: dict[str, Reader] = {
@@ -459,8 +458,13 @@ def convert(
     return drafter.eval(), foreign
 
 
-def run_convert(cfg: ConvertConfig) -> Path:
-    """Read, convert, export; prints files with hashes and every decision taken."""
+def run_convert(cfg: ConvertConfig) -> None:
+    """The command: `convert_files`."""
+    convert_files(cfg)
+
+
+def convert_files(cfg: ConvertConfig) -> Path:
+    """Read, convert, export; returns the export folder. Prints files with hashes and every decision taken."""
     from ..models.target import load_target
 
     config_file, files = find_files(cfg.source, cfg.revision)

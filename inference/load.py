@@ -80,7 +80,7 @@ def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]
     if not isinstance(ours, dict):
         raise ValueError(
             f"{name} has no `draftsmith` key in config.json: not our export; "
-            f"run `draftsmith convert {name} --target TARGET --out FOLDER` first"
+            f"run `draftsmith convert {name} FOLDER --target TARGET` first"
         )
     if missing := [key for key in NEEDED if key not in ours]:
         raise ValueError(f"{name}: config.json lacks draftsmith.{', draftsmith.'.join(missing)}; export it again")

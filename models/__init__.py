@@ -10,12 +10,14 @@ Letters of shape suffixes, for the whole repository (`hidden_BTD` has shape [bat
 `models/drafter.py` for the contract); to add one, write its file and add its line here.
 """
 
+from typing import Any
+
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .hydra import Hydra
 from .medusa import Medusa
 
-METHODS = {
+METHODS: dict[str, Any] = {
     "medusa": Medusa,
     "hydra": Hydra,
     "eagle": Eagle,

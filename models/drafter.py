@@ -10,6 +10,7 @@ never a label.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -135,6 +136,14 @@ class Drafter(Protocol):
     d2t_W: Tensor | None
     parallel: int
     max_depth: int | None
+
+    # of nn.Module
+
+    def parameters(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    # of the contract
 
     def init_from_target(self, target: Any) -> None: ...
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.inference.check import DEPTH, CheckConfig, make_replay, read_replay, replay, run_check, stored_positions
+from draftsmith.inference.check import (
+    DEPTH,
+    CheckConfig,
+    check_export,
+    make_replay,
+    read_replay,
+    replay,
+    stored_positions,
+)
 from draftsmith.inference.export import RunFacts, export
 from draftsmith.inference.exporters import EXPORTERS
 from draftsmith.inference.exporters.folder import REPLAY, WEIGHTS
@@ -66,7 +74,7 @@ def change_config(folder, change):
 
 def test_an_export_agrees_with_itself(exported, capsys):
     _, drafter, folder = exported
-    result = run_check(CheckConfig(str(folder)))
+    result = check_export(CheckConfig(str(folder)))
     depth = min(DEPTH, drafter.max_depth or DEPTH)
     assert (result.pairs, result.agreeing) == (32 * depth, 32 * depth) and result.difference < 1e-5
     assert "100.0 %" in capsys.readouterr().out
@@ -131,16 +139,16 @@ def test_changed_tensors_are_seen(exported):
     for name, change in FAULTS[drafter.method]:
         change_tensor(folder, name, change)
         with pytest.raises(ValueError, match="does not compute what its trainer did"):
-            run_check(CheckConfig(str(folder)))
+            check_export(CheckConfig(str(folder)))
         save_file(whole, folder / WEIGHTS)
-    run_check(CheckConfig(str(folder)))
+    check_export(CheckConfig(str(folder)))
 
 
 def test_taps_off_by_one_are_seen(target, tmp_path):
     folder = export(make(target, "eagle3"), tmp_path / "x", run=RunFacts(), target=target)
     change_config(folder, lambda ours: (ours.update(taps=[0, 1, 2]), ours["config"].update(taps=[0, 1, 2])))
     with pytest.raises(ValueError, match="does not compute"):
-        run_check(CheckConfig(str(folder)))
+        check_export(CheckConfig(str(folder)))
 
 
 def test_another_targets_weights_are_seen(exported, tiny, monkeypatch):
@@ -149,7 +157,7 @@ def test_another_targets_weights_are_seen(exported, tiny, monkeypatch):
     monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: stranger)
     words = "not the head of" if drafter.method == "medusa" else "does not compute"
     with pytest.warns(UserWarning, match="other weights"), pytest.raises(ValueError, match=words):
-        run_check(CheckConfig(str(folder)))
+        check_export(CheckConfig(str(folder)))
 
 
 def test_half_precision_target_and_bf16_check(tiny, tmp_path, monkeypatch):
@@ -157,9 +165,9 @@ def test_half_precision_target_and_bf16_check(tiny, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: asked.append(options) or target)
     folder = export(make(target, "eagle3"), tmp_path / "x", run=RunFacts(), target=target)
-    assert run_check(CheckConfig(str(folder))).difference < 1e-5
+    assert check_export(CheckConfig(str(folder))).difference < 1e-5
     assert asked[0]["dtype"] == "bfloat16"  # as beside the trainer, then widened
-    result = run_check(CheckConfig(str(folder), dtype="bfloat16"))
+    result = check_export(CheckConfig(str(folder), dtype="bfloat16"))
     assert result.agreeing >= 0.98 * result.pairs and result.difference < 0.05
 
 
@@ -167,15 +175,15 @@ def test_what_can_not_be_checked_is_said(target, tmp_path):
     drafter = make(target, "eagle3")
     bare = export(drafter, tmp_path / "bare", run=RunFacts())
     with pytest.raises(ValueError, match=r"no replay/replay\.safetensors"):
-        run_check(CheckConfig(str(bare)))
+        check_export(CheckConfig(str(bare)))
     folder = export(drafter, tmp_path / "x", run=RunFacts(), target=target)
     with pytest.raises(ValueError, match="float32 or bfloat16"):
-        run_check(CheckConfig(str(folder), dtype="int8"))
+        check_export(CheckConfig(str(folder), dtype="int8"))
     with pytest.raises(ValueError, match="check it in float32"):
-        run_check(CheckConfig(str(folder), dtype="bfloat16"))
+        check_export(CheckConfig(str(folder), dtype="bfloat16"))
     save_file({"ids": torch.zeros(2, 3, dtype=torch.int64)}, folder / REPLAY)
     with pytest.raises(ValueError, match="no replay of this version"):
-        run_check(CheckConfig(str(folder)))
+        check_export(CheckConfig(str(folder)))
 
 
 def test_replay_does_not_touch_the_drafter(target):

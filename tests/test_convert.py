@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.inference import convert as module
 from draftsmith.inference.check import replay, stored_positions
-from draftsmith.inference.convert import ConvertConfig, convert, norm_options, run_convert, taps_of
+from draftsmith.inference.convert import ConvertConfig, convert, convert_files, norm_options, taps_of
 from draftsmith.inference.export import RunFacts, export
 from draftsmith.inference.exporters.folder import WEIGHTS
 from draftsmith.inference.load import load_drafter
@@ -77,7 +77,7 @@ def test_every_reader_is_tested():
 def test_flat_head_through_the_command_is_bit_equal_and_runs_the_same(head3, target, tmp_path, capsys):
     drafter, config, tensors = head3
     source = written(tmp_path / "theirs", config, tensors)
-    out = run_convert(ConvertConfig(str(source), "tiny", str(tmp_path / "ours"), train_length=64))
+    out = convert_files(ConvertConfig(str(source), "tiny", str(tmp_path / "ours"), train_length=64))
     said = capsys.readouterr().out
     assert "sha256" in said and "h[2, 4, 5]" in said
     again = load_file(out / WEIGHTS)
@@ -96,7 +96,7 @@ def test_flat_head_through_the_command_is_bit_equal_and_runs_the_same(head3, tar
 def test_bin_files_through_the_restricted_reader(wrap, head3, target, tmp_path):
     drafter, config, tensors = head3
     source = written(tmp_path / "theirs", config, wrap(OrderedDict(tensors)), "pytorch_model.bin")
-    assert same(drafter, load_drafter(str(run_convert(ConvertConfig(str(source), "t", str(tmp_path / "o")))), target))
+    assert same(drafter, load_drafter(str(convert_files(ConvertConfig(str(source), "t", str(tmp_path / "o")))), target))
 
 
 def test_flat_spellings(head3, target):
@@ -253,7 +253,7 @@ def test_original_medusa_files(head, prefix, target, tmp_path):
             original[f"{prefix}{parts[1]}.2.weight"] = t
     config = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "x/y", "version": "2"}
     source = written(tmp_path / "theirs", config, original, "medusa_lm_head.pt")
-    out = run_convert(ConvertConfig(str(source / "medusa_lm_head.pt"), "tiny", str(tmp_path / "ours")))
+    out = convert_files(ConvertConfig(str(source / "medusa_lm_head.pt"), "tiny", str(tmp_path / "ours")))
     assert same(drafter, load_drafter(str(out), target))
     with pytest.raises(ValueError, match="medusa_num_heads 5, the file has 3"):
         convert(config | {"medusa_num_heads": 5}, original, target)
@@ -273,17 +273,17 @@ def test_engine_medusa_files(reduced, target, tmp_path):
 def test_where_files_are_looked_for(tmp_path, head3):
     _, config, tensors = head3
     with pytest.raises(ValueError, match="no file, no folder"):
-        run_convert(ConvertConfig(str(tmp_path / "nowhere"), "t", str(tmp_path / "o")))
+        convert_files(ConvertConfig(str(tmp_path / "nowhere"), "t", str(tmp_path / "o")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds none of"):
-        run_convert(ConvertConfig(str(tmp_path / "empty"), "t", str(tmp_path / "o")))
+        convert_files(ConvertConfig(str(tmp_path / "empty"), "t", str(tmp_path / "o")))
     with pytest.raises(ValueError, match="already"):
-        run_convert(ConvertConfig(str(tmp_path / "flat"), "t", str(tmp_path / "o")))
+        convert_files(ConvertConfig(str(tmp_path / "flat"), "t", str(tmp_path / "o")))
     split = tmp_path / "split"
     names = sorted(tensors)
     written(split, config, {n: tensors[n] for n in names[::2]}, "model-00001-of-00002.safetensors")
     save_file({n: tensors[n] for n in names[1::2]}, split / "model-00002-of-00002.safetensors")
-    assert run_convert(ConvertConfig(str(split), "t", str(tmp_path / "o"))).is_dir()
+    assert convert_files(ConvertConfig(str(split), "t", str(tmp_path / "o"))).is_dir()
     bad = tensors | {"norm.weight": torch.full((48,), torch.nan)}
     with pytest.raises(ValueError, match=r"NaN .* norm\.weight"):
-        run_convert(ConvertConfig(str(written(tmp_path / "nan", config, bad)), "t", str(tmp_path / "n")))
+        convert_files(ConvertConfig(str(written(tmp_path / "nan", config, bad)), "t", str(tmp_path / "n")))
