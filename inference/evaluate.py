@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import __version__
 from ..losses.probs import SamplingParams
 from ..models.target import Target, load_target
+from .card import write_card
 from .figures import (
     CAUSES,
     DEFINITIONS,
@@ -104,6 +105,8 @@ class EvaluateConfig:
     """Where to write the JSON report, instead of `out`/report.json."""
     html: str | None = None
     """Where to write the HTML page, instead of beside the JSON report."""
+    card: bool = True
+    """Put the report beside a local export and its table into the model card (not with `also`)."""
     trust_remote_code: bool = False
     """Run code that comes with the target."""
 
@@ -167,7 +170,12 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     report = evaluate(cfg.model, cfg, console)
     written = write_report(report, cfg)
     print_report(report, console)
-    console.print(f"wrote {written[0]} and {written[1]}")
+    console.print(visible(f"wrote {written[0]} and {written[1]}"))
+    if cfg.card and not cfg.also and Path(cfg.model).is_dir():
+        for path, name in zip(written, ("report.json", "report.html"), strict=True):
+            (Path(cfg.model) / name).write_bytes(path.read_bytes())
+        write_card(Path(cfg.model))
+        console.print(visible(f"its table is in the model card, {Path(cfg.model) / 'README.md'}"))
     return 1 if any(row["red"] for row in report["rows"]) else 0
 
 
@@ -395,8 +403,9 @@ def _reduce(
         "definitions": DEFINITIONS,
     }
     if best is None:
-        why = "a red losslessness check: find its cause" if any(r["red"] for r in drafts) else "answers of one token"
-        report["limits"], report["gains"] = f"{why} before any speed matters", {}
+        red = any(row["red"] for row in drafts)
+        why = "a red losslessness check; find its cause first" if red else "answers too short to verify anything"
+        report["limits"], report["gains"] = why, {}
     else:
         step = rows[0]["seconds_per_pass"]
         plain_step = sum(step[part] for part in ("draft", "verify", "commit", "other"))

@@ -10,11 +10,14 @@ import torch
 from rich.console import Console
 
 from draftsmith.inference import evaluate as evaluation
-from draftsmith.inference.evaluate import EvaluateConfig, measure, plan, write_report
+from draftsmith.inference.evaluate import EvaluateConfig, measure, plan, run_evaluate, write_report
+from draftsmith.inference.export import export
+from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.report import html, print_report
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.inference.suites import Prompt
 from draftsmith.losses.probs import SamplingParams
+from draftsmith.models import METHODS
 from draftsmith.models.drafter import Level
 
 FIELDS = [  # of every row, as promised to readers of the JSON
@@ -334,6 +337,34 @@ def test_quality_of_scored_suites(target, tmp_path):
     report = run(target, {"s": Scripted(target)}, config(tmp_path, suite="gsm8k", max_new_tokens=4), prompts)
     assert row_of(report, "plain")["quality"] in (0.0, 0.5, 1.0)
     assert row_of(report, "s chain K=2")["quality"] == row_of(report, "plain")["quality"]
+
+
+def test_the_command_on_an_export(tiny, tmp_path, capsys):
+    """From an export folder to table, JSON, page and model card."""
+    target = tiny()
+    drafter = METHODS["medusa"](METHODS["medusa"].Config(), target.facts)
+    drafter.init_from_target(target)
+    estimated = {"k": 2, "tau": 1.9, "alpha": [0.6, 0.5]}
+    folder = export(drafter, tmp_path / "export", run=RunFacts(train_length=512, estimated=estimated), target=target)
+    cfg = EvaluateConfig(
+        model=str(folder), prompts=2, max_new_tokens=4, k=(2,), hf_prompts=1, dtype="float32", out=str(tmp_path / "out")
+    )
+    assert run_evaluate(cfg) == 0
+    text = capsys.readouterr().out
+    assert "medusa chain K=2" in text and "ALARM" in text and "what limits you" in text
+    stored = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert stored["run"]["exports"] == {"medusa": tmp_path.name} and stored["run"]["target"] == "tiny"
+    assert str(tmp_path) not in json.dumps(stored) and (folder / "report.html").exists()
+    card = (folder / "README.md").read_text()
+    assert "| speculate, chain | 2 |" in card and "Estimated at the end" not in card
+    assert measured_beside(cfg, folder)["run"]["exports"] == {
+        "medusa": tmp_path.name,
+        f"medusa {tmp_path.name}": tmp_path.name,
+    }
+
+
+def measured_beside(cfg, folder):
+    return evaluation.evaluate(cfg.model, replace(cfg, also=(str(folder),), prompts=1), Console(quiet=True))
 
 
 def test_bad_settings_are_refused():

