@@ -152,6 +152,30 @@ def engine_run(job: dict[str, Any], python: Path, out: Path, name: str) -> dict[
 # Our runtime, counted as the engine counts
 
 
+class Retold:
+    """A target that says again what is written: its states are its own, its greedy choice is the next token of `texts`
+    (one per row of the only batch), so that a drafter is judged on a given text."""
+
+    def __init__(self, target: Any, texts: list[list[int]]) -> None:
+        self.target, self.texts = target, texts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def forward(self, ids_BT: Any, positions_BT: Any, **options: Any) -> Any:
+        self.positions_BT = positions_BT
+        return self.target.forward(ids_BT, positions_BT, **options)
+
+    def head(self, hidden_BTD: Any, ids: Any = None) -> Any:
+        import torch
+
+        asked_BT = self.positions_BT[:, -hidden_BTD.shape[1] :].tolist()
+        next_BT = [
+            [text[min(p + 1, len(text) - 1)] for p in row] for text, row in zip(self.texts, asked_BT, strict=True)
+        ]
+        return torch.nn.functional.one_hot(torch.tensor(next_BT), self.target.facts.vocab).float()
+
+
 def our_run(
     drafter: Any, target: Any, prompts: list[list[int]], scale: Scale, stop_ids: tuple[int, ...] = ()
 ) -> dict[str, Any]:
