@@ -184,6 +184,7 @@ class ScriptedCache:
 
     def __init__(self, rows: int, slots: int) -> None:
         self.ids_BS = torch.zeros(rows, slots, dtype=torch.int64)
+        self.positions_BS = torch.zeros(rows, slots, dtype=torch.int64)
         self.lengths_B = torch.zeros(rows, dtype=torch.int64)
 
     def commit(self, counts_B: torch.Tensor) -> None:
@@ -231,13 +232,15 @@ class ScriptedTarget:
         b, t = inputs.shape
         self.passes.append((b, t))
         see_BTA = torch.ones(b, t, t, dtype=torch.bool).tril() if see_BTA is None else see_BTA
-        slots_BT = cache.lengths_B[:, None] + torch.arange(t)
-        cache.ids_BS.scatter_(1, slots_BT, inputs)
+        tail_BA = cache.lengths_B[:, None] + torch.arange(see_BTA.shape[2])
+        cache.ids_BS.scatter_(1, tail_BA[:, -t:], inputs)
+        cache.positions_BS.scatter_(1, tail_BA[:, -t:], positions_BT)
         committed_B = cache.ids_BS.gather(1, (cache.lengths_B - 1).clamp(min=0)[:, None])[:, 0]
         committed_B = torch.where(cache.lengths_B > 0, committed_B, -1)
-        before_BTA = see_BTA & (positions_BT[:, None, :] == positions_BT[:, :, None] - 1)
+        at_BA = cache.positions_BS.gather(1, tail_BA)
+        before_BTA = see_BTA & (at_BA[:, None, :] == positions_BT[:, :, None] - 1)
         inside_BT = before_BTA.any(-1)
-        previous_BT = inputs.gather(1, before_BTA.int().argmax(-1))
+        previous_BT = cache.ids_BS.gather(1, tail_BA).gather(1, before_BTA.int().argmax(-1))
         previous_BT = torch.where(inside_BT, previous_BT, committed_B[:, None])
         unused_BT = see_BTA.sum(-1) <= 2  # itself, and the anchor
         at_anchor_BT = positions_BT == cache.lengths_B[:, None]

@@ -1,0 +1,502 @@
+"""The decode loop: greedy output identical to plain decoding for every method, tree and batch; what a drafter is handed;
+stops, budgets, widths, streams. CASES B41, B47, B56."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.inference.speculate import DecodeConfig, Result, generate, stream
+from draftsmith.inference.trees import TREES
+from draftsmith.losses.probs import SamplingParams
+from draftsmith.models import METHODS
+from draftsmith.models.drafter import Commit, Level, Prefill
+from draftsmith.models.tree import Tree
+
+V = 8
+T_VVV = torch.randn(V, V, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+
+
+def by_table(before: Tensor, last: Tensor, at: Any) -> Tensor:
+    return T_VVV[before.clamp(min=0), last]
+
+
+@pytest.fixture(scope="module")
+def target(scripted: Any) -> Any:
+    return scripted.Target(by_table, V)
+
+
+def prompts_of(n: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 12, (n,), generator=random).tolist()
+    return [torch.randint(vocab, (length,), generator=random).tolist() for length in lengths]
+
+
+def ids_of(results: list[Result]) -> list[list[int]]:
+    return [r.ids for r in results]
+
+
+class Self:
+    """The target as its own drafter, with a cache of its own: everything it drafts is right."""
+
+    method = "self"
+    draft_needs = loss_needs = frozenset({"ids"})
+    taps: tuple[int, ...] = ()
+    d2t_W = None
+    parallel = 1
+    max_depth = None
+
+    def __init__(self, target: Any, wrong: bool = False) -> None:
+        self.target, self.wrong = target, wrong
+
+    def init(self, prefill: Prefill) -> Any:
+        return self.target.new_cache(prefill.rows, prefill.slots)
+
+    def start(self, cache: Any, commit: Commit) -> tuple[Any, Level]:
+        self.target.forward(commit.ids_BT, commit.positions_BT, cache=cache)
+        cache.commit(commit.counts_B)
+        self.see_BXX = torch.ones(len(commit.counts_B), 1, 1, dtype=torch.bool)
+        return cache, self.level(cache, commit.anchor_B[:, None], self.see_BXX, cache.lengths_B[:, None])
+
+    def extend(self, cache: Any, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[Any, Level]:
+        b, n = tokens_BN.shape
+        old = self.see_BXX.shape[1]
+        above_BNX = self.see_BXX[torch.arange(b)[:, None], parents_BN]
+        see_BNA = torch.cat([above_BNX, torch.eye(n, dtype=torch.bool).expand(b, n, n)], 2)
+        grown_BXX = torch.cat([self.see_BXX, torch.zeros(b, old, n, dtype=torch.bool)], 2)
+        self.see_BXX = torch.cat([grown_BXX, see_BNA], 1)
+        at_BN = cache.lengths_B[:, None] + above_BNX.sum(-1)
+        return cache, self.level(cache, tokens_BN, see_BNA, at_BN)
+
+    def level(self, cache: Any, tokens_BN: Tensor, see_BNA: Tensor, at_BN: Tensor) -> Level:
+        states = self.target.forward(tokens_BN, at_BN, cache=cache, see_BTA=see_BNA)
+        logits_BNW = self.target.head(states.last_hidden_BTD)
+        if self.wrong:
+            logits_BNW = logits_BNW.scatter(2, logits_BNW.argmax(-1, keepdim=True), -1e9)
+        return Level(logits_BNW, torch.ones(tokens_BN.shape, dtype=torch.bool))
+
+
+class Lookup:
+    """Proposes what a table of known answers says next, as an n-gram drafter would; some of it is made wrong."""
+
+    taps: tuple[int, ...] = ()
+    d2t_W, parallel, max_depth = None, 1, None
+
+    def __init__(self, prompts: list[list[int]], answers: list[list[int]], vocab: int, keep: list[int]) -> None:
+        self.rows = [(len(p), a) for p, a in zip(prompts, answers, strict=True)]
+        self.vocab, self.keep, self.calls = vocab, keep, 0
+
+    def init(self, prefill: Prefill) -> None:
+        return None
+
+    def propose(self, state: None, commit: Commit, budget: int, params: Any, draft: Any) -> tuple[None, Tree]:
+        right = self.keep[self.calls % len(self.keep)]
+        self.calls += 1
+        size = budget if right >= 0 else 0  # -1: nothing to propose
+        tokens_BN = torch.zeros(len(self.rows), size, dtype=torch.int64)
+        for b, (start, answer) in enumerate(self.rows):
+            last = int(commit.counts_B[b]) - 1
+            at = int(commit.positions_BT[b, last]) + 1 - start if last >= 0 else len(answer)
+            ahead = (answer[at + 1 :] + [0] * size)[:size]
+            tokens_BN[b] = torch.tensor([x if j < right else (x + 1) % self.vocab for j, x in enumerate(ahead)])
+        steps_BN = torch.arange(size).expand_as(tokens_BN)
+        valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
+        return state, Tree(tokens_BN, steps_BN, steps_BN + 1, torch.zeros(tokens_BN.shape), valid_BN)
+
+
+# Greedy identity
+
+
+SHAPES = {
+    "chain": DecodeConfig(k=4),
+    "static": DecodeConfig(k=3, tree="static", width=3, nodes=10),
+    "dynamic": DecodeConfig(k=3, tree="dynamic", width=3, nodes=9),
+}
+
+
+def make(method: str, target: Any, draft_ids: Tensor | None = None) -> Any:
+    torch.manual_seed(0)
+    drafter = METHODS[method](METHODS[method].Config(), target.facts, draft_ids=draft_ids)
+    drafter.init_from_target(target)
+    return drafter.to(target.dtype)
+
+
+@pytest.fixture(scope="module")
+def plain40(tiny: Callable[..., Any]) -> tuple[Any, list[list[int]], list[list[int]]]:
+    """A float64 target, 40 prompts, and its own 32 tokens for each, by full passes without a cache."""
+    real = tiny(dtype=torch.float64)
+    prompts = prompts_of(40, real.facts.tokens)
+    answers = ids_of(generate(real, prompts, SamplingParams(max_new_tokens=32), None, DecodeConfig(max_rows=8)))
+    with torch.no_grad():
+        for prompt, answer in list(zip(prompts, answers, strict=True))[:6]:
+            line = torch.tensor([prompt + answer])
+            states = real.forward(line, torch.arange(line.shape[1])[None])
+            tops = real.head(states.last_hidden_BTD)[0].argmax(-1).tolist()
+            assert tops[len(prompt) - 1 : -1] == answer
+    return real, prompts, answers
+
+
+def test_the_shapes_cover_the_table() -> None:
+    assert set(SHAPES) == set(TREES)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_identity_40_prompts_of_every_method(plain40: Any, method: str, shape: str, rows: int) -> None:
+    real, prompts, answers = plain40
+    some = slice(None) if rows == 4 else slice(0, 40, 4)  # row by row, a quarter: the bench runs them all
+    decode = replace(SHAPES[shape], max_rows=rows)
+    params = SamplingParams(max_new_tokens=32)
+    assert ids_of(generate(real, prompts[some], params, make(method, real), decode)) == answers[some]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_identity_with_a_draft_vocabulary(plain40: Any, method: str, shape: str) -> None:
+    real, prompts, answers = plain40
+    try:
+        drafter = make(method, real, torch.arange(0, real.facts.tokens, 3))
+    except ValueError as error:  # a method may refuse one
+        pytest.skip(str(error))
+    params = SamplingParams(max_new_tokens=32)
+    assert ids_of(generate(real, prompts[:8], params, drafter, SHAPES[shape])) == answers[:8]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_drafter_that_is_the_target_is_always_right(plain40: Any, shape: str) -> None:
+    real, prompts, answers = plain40
+    results = generate(real, prompts[:8], SamplingParams(max_new_tokens=32), Self(real), SHAPES[shape])
+    assert ids_of(results) == answers[:8]
+    total = sum((r.stats for r in results[1:]), results[0].stats)
+    # At T=0 the greedy path is a node of every tree but where a dynamic tree spends its nodes elsewhere.
+    assert all(a == 1.0 for a in total.alpha) or shape == "dynamic"
+    assert total.tau > 2.5 and sum(sum(r.from_draft) for r in results) == total.from_draft
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_drafter_that_is_always_wrong_costs_nothing_but_time(plain40: Any, shape: str) -> None:
+    real, prompts, answers = plain40
+    decode = replace(SHAPES[shape], tree="chain") if shape == "chain" else replace(SHAPES[shape], width=1, nodes=3)
+    results = generate(real, prompts[:8], SamplingParams(max_new_tokens=32), Self(real, wrong=True), decode)
+    assert ids_of(results) == answers[:8]
+    assert all(r.stats.tau == 1.0 and not any(r.from_draft) for r in results if r.stats.verifies)
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_proposals_from_look_up(plain40: Any, k: int, rows: int) -> None:
+    real, prompts, answers = plain40
+    params = SamplingParams(max_new_tokens=32)
+    for first in range(0, 8, rows):
+        some = slice(first, first + rows)
+        drafter = Lookup(prompts[some], answers[some], real.facts.tokens, keep=[k, 0, 1, -1, k // 2])
+        results = generate(real, prompts[some], params, drafter, DecodeConfig(k=k, max_rows=rows))
+        assert ids_of(results) == answers[some]
+        assert any(r.stats.from_draft for r in results)
+
+
+def test_exact_ties_go_to_the_lowest_id_everywhere(scripted: Any) -> None:
+    def tied(before: Tensor, last: Tensor, at: Any) -> Tensor:
+        logits = torch.full((*last.shape, V), -1.0)
+        return logits.scatter(-1, torch.stack([(last * 3 + 1) % V, (last + 5) % V], -1), 2.0)
+
+    real = scripted.Target(tied, V)
+    drafter = scripted.Drafter(lambda before, last, depth: tied(before, last, 0).flip(-1))
+    plain = generate(real, [[1], [2], [7, 3]], SamplingParams(max_new_tokens=30))
+    for shape in SHAPES.values():
+        for some in (drafter, Self(real)):
+            assert ids_of(generate(real, [[1], [2], [7, 3]], SamplingParams(max_new_tokens=30), some, shape)) == ids_of(
+                plain
+            )
+
+
+def test_a_prompt_alone_equals_the_prompt_in_a_batch(plain40: Any) -> None:
+    real, prompts, answers = plain40
+    for rows in (1, 3, 8):
+        results = generate(real, prompts[:8], SamplingParams(max_new_tokens=32), None, DecodeConfig(max_rows=rows))
+        assert ids_of(results) == answers[:8]
+
+
+# What a drafter is handed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_commits_hold_exactly_the_accepted_rows(plain40: Any, shape: str) -> None:
+    """Ids, positions, taps and last hidden states of what was accepted, as a pass over the whole text has them."""
+    real, prompts, answers = plain40
+
+    class Watch(Self):
+        taps = (1, 3)
+
+        def init(self, prefill: Prefill) -> Any:
+            self.rows: list[list[Any]] = [[] for _ in range(prefill.rows)]
+            self.anchors: list[list[int]] = [[] for _ in range(prefill.rows)]
+            return super().init(prefill)
+
+        def start(self, cache: Any, commit: Commit) -> tuple[Any, Level]:
+            for b, count in enumerate(commit.counts_B.tolist()):
+                assert commit.taps_BTPD is not None and commit.last_hidden_BTD is not None
+                for t in range(count):
+                    at, token = int(commit.positions_BT[b, t]), int(commit.ids_BT[b, t])
+                    self.rows[b].append((at, token, commit.taps_BTPD[b, t], commit.last_hidden_BTD[b, t]))
+                if count:
+                    self.anchors[b].append(int(commit.anchor_B[b]))
+                    assert int(commit.following()[b, count - 1]) == int(commit.anchor_B[b])
+            return super().start(cache, commit)
+
+    drafter = Watch(real)
+    drafter.target = real
+    results = generate(real, prompts[:4], SamplingParams(max_new_tokens=24), drafter, SHAPES[shape])
+    assert any(r.stats.from_draft for r in results)
+    for b, result in enumerate(results):
+        assert result.ids == answers[b][:24]
+        line = prompts[b] + result.ids
+        with torch.no_grad():
+            states = real.forward(torch.tensor([line]), torch.arange(len(line))[None], taps=(1, 3))
+        assert [at for at, *_ in drafter.rows[b]] == list(range(len(drafter.rows[b])))
+        for at, token, taps_PD, hidden_D in drafter.rows[b]:
+            assert token == line[at]
+            assert torch.allclose(taps_PD, states.taps_BTPD[0, at], atol=1e-12)
+            assert torch.allclose(hidden_D, states.last_hidden_BTD[0, at], atol=1e-12)
+        assert drafter.anchors[b] == [line[p] for p in sorted(set(_anchors(drafter, b, line)))]
+
+
+def _anchors(drafter: Any, b: int, line: list[int]) -> Iterator[int]:
+    """Positions right after each commit's last row: where the anchors stand."""
+    known = [at for at, *_ in drafter.rows[b]]
+    at = 0
+    for anchor in drafter.anchors[b]:
+        at = next(i for i in range(at + 1, len(line)) if line[i] == anchor and (i - 1) in known)
+        yield at
+
+
+def test_dropout_is_off_while_drafting_and_on_again_after(plain40: Any) -> None:
+    real, prompts, _ = plain40
+    drafter = make("medusa", real).train()
+    modes = []
+    drafter.register_forward_pre_hook(lambda *_: None)
+    start = drafter.start
+    drafter.start = lambda *a: (modes.append(drafter.training), start(*a))[1]
+    generate(real, prompts[:1], SamplingParams(max_new_tokens=4), drafter)
+    assert modes and not any(modes) and drafter.training
+
+
+# Stops and budgets (CASES B47)
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_b47_minimal_length_with_two_end_tokens(scripted: Any, k: int) -> None:
+    def prefers_five(before: Tensor, last: Tensor, at: Tensor) -> Tensor:
+        logits = by_table(before, last, at).clone()
+        late = (at >= 2 + 2).to(logits.dtype)  # from the third token of the answer on
+        logits[..., 5] = logits[..., 5] + 50 * late
+        logits[..., 2] = logits[..., 2] + 40 * late
+        return logits
+
+    real = scripted.Target(prefers_five, V, eos_ids=(2, 5))
+    params = SamplingParams(min_new_tokens=6, max_new_tokens=20)
+    plain = generate(real, [[1, 3], [0, 4]], params)
+    assert all(len(r.ids) == 7 and r.ids[-1] == 5 and not {2, 5} & set(r.ids[:-1]) for r in plain)
+    drafters = [
+        scripted.Drafter(lambda before, last, depth: by_table(before, last, 0)),
+        scripted.Drafter(lambda before, last, depth: torch.eye(V)[torch.full_like(last, 5)] * 9),  # always end tokens
+        Self(real),
+    ]
+    for drafter in drafters:
+        for shape in SHAPES.values():
+            assert ids_of(generate(real, [[1, 3], [0, 4]], params, drafter, replace(shape, k=k))) == ids_of(plain)
+            hot = replace(params, temperature=0.7, seed=3)
+            matched = replace(shape, k=k, verifier="sample_match")
+            want = ids_of(generate(real, [[1, 3], [0, 4]], hot))
+            assert ids_of(generate(real, [[1, 3], [0, 4]], hot, drafter, matched)) == want
+            for r in generate(real, [[1, 3]] * 2, hot, drafter, replace(shape, k=k)):
+                assert not {2, 5} & set(r.ids[:6])
+
+
+def test_b47_without_an_end_token_the_budget_ends_it(target: Any) -> None:
+    prompts, params = [[1, 2]], SamplingParams(max_new_tokens=30)
+    plain = generate(target, prompts, params)
+    drafter = Lookup(prompts, ids_of(plain), V, keep=[3, 0, 2])
+    got = generate(target, prompts, params, drafter, DecodeConfig(k=3))
+    assert ids_of(got) == ids_of(plain) and len(got[0].ids) == 30 and got[0].stop_reason == "length"
+
+
+def test_b47_the_budget_is_exact_with_longer_drafts(target: Any) -> None:
+    for budget in (1, 2, 7):
+        results = generate(
+            target, [[1, 2], [3]], SamplingParams(max_new_tokens=budget), Self(target), DecodeConfig(k=16)
+        )
+        assert [len(r.ids) for r in results] == [budget] * 2
+        assert all(r.stats.committed == budget and r.stats.from_draft <= budget - 1 for r in results)
+
+
+def test_a_stop_inside_an_accepted_block_ends_the_row_there(target: Any) -> None:
+    plain = generate(target, [[1, 2], [3]], SamplingParams(max_new_tokens=24))
+    for at in range(24):
+        stop = plain[0].ids[at]
+        params = [SamplingParams(max_new_tokens=24, stop_ids=(stop,)), SamplingParams(max_new_tokens=24)]
+        want = plain[0].ids[: plain[0].ids.index(stop) + 1]
+        for decode in (DecodeConfig(k=8), DecodeConfig(k=4, tree="dynamic")):
+            first, second = generate(target, [[1, 2], [3]], params, Self(target), decode)
+            assert first.ids == want and first.stop_reason == "stop_id" and second.ids == plain[1].ids
+            assert first.stats.committed == len(want) and first.stats.from_draft == sum(first.from_draft)
+
+
+def test_rows_done_early_fill_no_slots(tiny: Callable[..., Any]) -> None:
+    """One row ends at once, the other runs long: the first must not grow, in the target's cache and the drafter's."""
+    real = tiny(dtype=torch.float64)
+    for method in METHODS:
+        for shape in SHAPES.values():
+            params = [SamplingParams(max_new_tokens=1), SamplingParams(max_new_tokens=12, ignore_eos=True)]
+            results = generate(real, [[5] * 16, [7]], params, make(method, real), shape)
+            assert [len(r.ids) for r in results] == [1, 12]
+
+
+# Fixed width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_fixed_width_chains_have_the_same_bits(tiny: Callable[..., Any], dtype: torch.dtype, rows: int) -> None:
+    """Ids and logits, at both widths (float64 agrees in its ids, not in every last bit: its matrix products depend on
+    a row's place)."""
+    real = tiny(dtype=dtype)
+    prompts = prompts_of(4, real.facts.tokens, seed=3)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    for k in (2, 4):
+        decode = DecodeConfig(k=k, fixed_width=k + 1, max_rows=rows, keep_logits=True)
+        plain = generate(real, prompts, params, None, decode)
+        for first in range(0, 4, rows):
+            some = slice(first, first + rows)
+            drafter = Lookup(prompts[some], ids_of(plain[some]), real.facts.tokens, keep=[k, 1, 0, k - 1])
+            for want, got in zip(plain[some], generate(real, prompts[some], params, drafter, decode), strict=True):
+                assert got.ids == want.ids and torch.equal(got.logits, want.logits)
+                assert got.stats.tau > 1.3
+
+
+def test_fixed_width_of_every_method(tiny: Callable[..., Any]) -> None:
+    real = tiny(dtype=torch.bfloat16)
+    prompts = prompts_of(4, real.facts.tokens, seed=4)
+    decode = DecodeConfig(k=4, fixed_width=5, keep_logits=True)
+    plain = generate(real, prompts, SamplingParams(max_new_tokens=16), None, decode)
+    for method in METHODS:
+        got = generate(real, prompts, SamplingParams(max_new_tokens=16), make(method, real), decode)
+        assert ids_of(got) == ids_of(plain), method
+        assert all(torch.equal(a.logits, b.logits) for a, b in zip(got, plain, strict=True)), method
+
+
+def test_fixed_width_narrower_than_the_draft_is_refused(target: Any) -> None:
+    with pytest.raises(ValueError, match="fixed_width=3 is less than the 5 rows"):
+        generate(target, [[1]], SamplingParams(max_new_tokens=4), Self(target), DecodeConfig(k=4, fixed_width=3))
+    with pytest.raises(ValueError, match="tree='chain'"):
+        DecodeConfig(tree="dynamic", fixed_width=9)
+
+
+# Results
+
+
+def test_streams_say_what_generate_returns(tiny: Callable[..., Any]) -> None:
+    real = tiny(dtype=torch.float64)
+    prompts = prompts_of(3, real.facts.tokens, seed=5)
+    params = [
+        SamplingParams(max_new_tokens=30),
+        SamplingParams(max_new_tokens=12, temperature=0.9, seed=1),
+        SamplingParams(max_new_tokens=30, stop_strings=("e", "t")),
+    ]
+    results = generate(real, prompts, params, Self(real), DecodeConfig(k=3, max_rows=2))
+    ids: list[list[int]] = [[], [], []]
+    text, last = ["", "", ""], [""] * 3
+    for event in stream(real, prompts, params, Self(real), DecodeConfig(k=3, max_rows=2)):
+        ids[event.row] += event.ids
+        text[event.row] += event.text
+        last[event.row] = event.stop_reason or last[event.row]
+        assert len(event.ids) == len(event.from_draft)
+    assert ids == ids_of(results) and text == [r.text for r in results]
+    assert last == [r.stop_reason for r in results]
+
+
+def test_log_probabilities_and_logits_are_those_of_the_model(plain40: Any) -> None:
+    real, prompts, _ = plain40
+    for shape in SHAPES.values():
+        decode = replace(shape, keep_logits=True)
+        for params in (SamplingParams(logprobs=True, max_new_tokens=12), SamplingParams(0.8, logprobs=True, seed=2)):
+            result = generate(real, prompts[:1], replace(params, max_new_tokens=12), Self(real), decode)[0]
+            line = torch.tensor([prompts[0] + result.ids])
+            with torch.no_grad():
+                hidden = real.forward(line, torch.arange(line.shape[1])[None]).last_hidden_BTD
+                logits_TV = real.head(hidden)[0, len(prompts[0]) - 1 : -1]
+            assert result.logits is not None and result.logprobs is not None
+            assert torch.allclose(result.logits, logits_TV, atol=1e-10)
+            want = torch.log_softmax(logits_TV, -1).gather(1, torch.tensor(result.ids)[:, None])[:, 0]
+            assert torch.allclose(torch.tensor(result.logprobs).double(), want, atol=1e-10)
+
+
+def test_b56_conditional_acceptance_is_counted_by_depth(scripted: Any) -> None:
+    """Right at depth 1 always and at depth 2 half the time."""
+
+    def step(before: Tensor, last: Tensor, at: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot((last + 1) % V, V).double() * 9
+
+    real = scripted.Target(step, V)
+    turn = [0]
+
+    def half(before: Tensor, last: Tensor, depth: int) -> Tensor:
+        turn[0] += depth == 1
+        wrong = depth == 2 and turn[0] % 2 == 0
+        return torch.nn.functional.one_hot((last + 1 + wrong) % V, V).double() * 9
+
+    result = generate(real, [[0]], SamplingParams(max_new_tokens=501), scripted.Drafter(half), DecodeConfig(k=2))[0]
+    assert result.stats.alpha[0] == 1.0 and result.stats.alpha[1] == pytest.approx(0.5, abs=0.02)
+    assert result.stats.accepted[1] / result.stats.verifies == pytest.approx(0.5, abs=0.02)
+    assert result.stats.tau == pytest.approx(2.5, abs=0.02)
+    assert result.stats.rule == "greedy" and result.stats.seconds_total > 0
+    assert set(result.stats.seconds) == {"prefill", "draft", "verify", "commit"}
+
+
+def test_the_target_runs_once_per_step(scripted: Any) -> None:
+    real = scripted.Target(by_table, V)
+    result = generate(real, [[1, 2, 3]], SamplingParams(max_new_tokens=20), Self(scripted.Target(by_table, V)))[0]
+    assert real.passes == [(1, 3)] + [(1, 5)] * result.stats.verifies
+
+
+def test_lossy_rules_need_the_flag_and_say_so(target: Any) -> None:
+    with pytest.raises(ValueError, match="allow_lossy"):
+        DecodeConfig(verifier="typical")
+    lossy = DecodeConfig(verifier="typical", allow_lossy=True)
+    params = SamplingParams(temperature=1.0, max_new_tokens=20, seed=0)
+    assert generate(target, [[1]], params, Self(target), lossy)[0].stats.rule == "typical"
+    with pytest.raises(ValueError, match="temperature 0 only"):
+        generate(target, [[1]], params, Self(target), DecodeConfig(verifier="greedy"))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[]], SamplingParams(), "prompt 0 is empty"),
+        ([[1], [V]], SamplingParams(), "prompt 1 has id 8"),
+        ([[1]], [SamplingParams()] * 2, "2 sampling parameters for 1 prompts"),
+        ([[1]], SamplingParams(max_new_tokens=1 << 21), "positions"),
+    ],
+)
+def test_what_does_not_fit_is_refused(target: Any, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(target, prompts, params)
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_emitted(scripted: Any) -> None:
+    def padded(before: Tensor, last: Tensor, at: Any) -> Tensor:
+        logits = torch.randn(*last.shape, V + 3, generator=torch.Generator().manual_seed(0)).double()
+        logits[..., V:] += 50
+        return logits
+
+    real = scripted.Target(padded, V + 3, tokens=V)
+    drafter = scripted.Drafter(lambda before, last, depth: padded(before, last, 0))
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_new_tokens=20, seed=0)
+        for shape in SHAPES.values():
+            for some in (None, drafter):
+                assert max(generate(real, [[1]], params, some, shape)[0].ids) < V
