@@ -1,13 +1,12 @@
 """What one process of `tests/test_distributed.py` runs: some optimiser steps of each method, written down by rank.
 
-    python tests/distributed_worker.py OUT JOB          JOB: a key of JOBS; started by torchrun or accelerate for several
+python tests/distributed_worker.py OUT JOB          JOB: a key of JOBS; started by torchrun or accelerate for several
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,12 @@ from draftsmith.train import checkpoint, engine
 from draftsmith.train.loop import train
 from draftsmith.train.stream import Stream
 
-SETTINGS: dict[str, dict[str, Any]] = {"eagle3": {"steps": 2}, "hydra": {"heads": 2}, "medusa": {"heads": 2}, "eagle": {"steps": 2}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle3": {"steps": 2},
+    "hydra": {"heads": 2},
+    "medusa": {"heads": 2},
+    "eagle": {"steps": 2},
+}
 
 
 def samples(empty: bool = False) -> list[Sample]:
@@ -59,14 +63,18 @@ def launch(config: TrainConfig, empty: bool = False, poison: bool = False) -> No
     accelerator = engine.start(config)
     target = tiny_target(dtype=torch.float32)
     torch.manual_seed(config.seed)
-    drafter: Any = METHODS[config.method](config.drafter, target.facts, choose_draft_ids(torch.arange(256), 200, target.facts.eos_ids))
+    drafter: Any = METHODS[config.method](
+        config.drafter, target.facts, choose_draft_ids(torch.arange(256), 200, target.facts.eos_ids)
+    )
     drafter.init_from_target(target)
     calls = 0
 
     def states_of(batch: Batch) -> TargetOut:
         nonlocal calls
         calls += 1
-        out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=document_mask(batch.samples_BT), taps=drafter.taps)
+        out = target.forward(
+            batch.ids_BT, batch.positions_BT, see_BTA=document_mask(batch.samples_BT), taps=drafter.taps
+        )
         last = out.last_hidden_BTD * (float("nan") if poison and calls == 3 and accelerator.process_index == 1 else 1.0)
         return TargetOut(out.taps_BTPD, last, head=target.head, embed=target.embed)
 
@@ -85,7 +93,9 @@ def launch(config: TrainConfig, empty: bool = False, poison: bool = False) -> No
     heldout = [collate([sample]) for sample in samples()[:3]]
     summary = train(config, accelerator, drafter, stream, states_of, folder, heldout=heldout)
     rank = accelerator.process_index
-    save_file({n: t.clone() for n, t in checkpoint.trained_tensors(drafter).items()}, folder / f"rank{rank}.safetensors")
+    save_file(
+        {n: t.clone() for n, t in checkpoint.trained_tensors(drafter).items()}, folder / f"rank{rank}.safetensors"
+    )
     facts = {"steps": summary.state.step, "skipped": summary.state.skipped, "world": accelerator.num_processes}
     facts |= {"engine": accelerator.distributed_type.value, "heldout": summary.heldout}
     (folder / f"rank{rank}.json").write_text(json.dumps(facts))
@@ -103,12 +113,19 @@ def halves(out: Path) -> None:
         launch(config_of(method, out / method, steps=6))
 
 
-JOBS = {
-    "all": all_methods,
-    "halves": halves,
-    "empty": lambda out: launch(replace(config_of("medusa", out, steps=5, accumulate=1), batch=BatchConfig(16, 2, 1)), empty=True),
-    "poison": lambda out: launch(config_of("medusa", out, steps=4), poison=True),
-}
+def faults(out: Path) -> None:
+    """Batches without a supervised token on one process, and a NaN on the other."""
+    launch(config_of("medusa", out / "empty", steps=5), empty=True)
+    launch(config_of("medusa", out / "poison", steps=4), poison=True)
+
+
+def everything(out: Path) -> None:
+    all_methods(out / "all")
+    halves(out / "halves")
+    faults(out / "faults")
+
+
+JOBS = {"all": all_methods, "everything": everything}
 
 if __name__ == "__main__":
     JOBS[sys.argv[2]](Path(sys.argv[1]))

@@ -191,6 +191,7 @@ def _optimiser_tensors(
         from deepspeed.utils import safe_get_full_optimizer_state
 
         zero = _zero(optimisers[0])
+        _link(zero)
         for name, parameter in drafter.named_parameters():
             if not parameter.requires_grad or not zero.optimizer.state:
                 continue
@@ -212,15 +213,25 @@ def _load_deepspeed(
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     zero = _zero(optimiser)
+    if moments:  # AdamW makes its moments in the first step; here they must be there before it
+        step = next(iter(moments.values()))["step"]
+        for flat in zero.single_partition_of_fp32_groups:
+            empty = {kind: torch.zeros_like(flat.data) for kind in ("exp_avg", "exp_avg_sq")}
+            zero.optimizer.state[flat] = {"step": step.clone()} | empty
+        _link(zero)
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
         safe_set_full_fp32_param(parameter, parameter.detach().float())
-        for kind in ("exp_avg", "exp_avg_sq"):
-            if name in moments:
-                safe_set_full_optimizer_state(parameter, moments[name][kind].to(parameter.device), kind)
-    for kinds in zero.optimizer.state.values():
-        kinds["step"] = next(iter(moments.values()))["step"].clone()
+        for kind in ("exp_avg", "exp_avg_sq") if name in moments else ():
+            safe_set_full_optimizer_state(parameter, moments[name][kind].to(parameter.device), kind)
+
+
+def _link(zero: Any) -> None:
+    """Let parameters find their moments. DeepSpeed does this once, after the first group's step, when the other groups
+    have none yet."""
+    zero._hp_optimizer_states_linked = False
+    zero._lazy_init_hp_params_optimizer_state()
 
 
 def _zero(optimiser: Any) -> Any:

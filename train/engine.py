@@ -57,7 +57,7 @@ def start(config: TrainConfig) -> Accelerator:
     if deepspeed and not is_deepspeed(accelerator):
         raise ValueError("the launcher asked for DeepSpeed, accelerate did not start it")
     if is_deepspeed(accelerator):
-        _fill_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config)
+        fill_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     return accelerator
@@ -67,7 +67,7 @@ def is_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
-def _fill_deepspeed(settings: dict[str, Any], config: TrainConfig) -> None:
+def fill_deepspeed(settings: dict[str, Any], config: TrainConfig) -> None:
     """The recipe is the one source of batch size, accumulation and clipping: a DeepSpeed file says the same or `auto`."""
     wanted = {
         "gradient_accumulation_steps": config.batch.accumulate,
