@@ -29,6 +29,7 @@ from .layers import (
     Rotary,
     TargetEmbed,
     check_loss_settings,
+    copy_last_mlp,
     head_rows,
     make_level,
     norm_scale,
@@ -60,6 +61,8 @@ class Eagle3Config:
     """Key/value heads; null = the target's."""
     intermediate: int | None = None
     """MLP width; null = the target's."""
+    mlp_from_target: bool = False
+    """Start the MLP and its norm from the target's last layer; EAGLE-3 starts them at random. Learns faster."""
     fc_norm: bool = False
     """One norm per tap before `fc` (EAGLE-3.1)."""
     norm_output: bool = False
@@ -138,9 +141,12 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def init_from_target(self, target: Any) -> None:
-        """Start the head from the target's rows and the norm from its final norm; then `bind`."""
+        """Start the head from the target's rows and the norm from its final norm, the MLP as the config says; then
+        `bind`."""
         self.lm_head.weight.copy_(head_rows(target, self.d2t_W))
         self.norm.weight.copy_(norm_scale(target))
+        if self.config.mlp_from_target:
+            copy_last_mlp(target, self.midlayer.mlp, self.midlayer.post_attention_layernorm)
         self.bind(target)
 
     # The cell of models/autoregression.py

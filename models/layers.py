@@ -19,7 +19,7 @@ from ..kernels.rng import NOISE, fold, philox
 from ..losses.distill import OOV
 from ..losses.objective import parse_objective
 from .drafter import Batch, Commit, Level, TargetFacts
-from .families import family_of
+from .families import family_of, find_parts
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
@@ -198,6 +198,28 @@ def head_rows(target: Any, d2t_W: Tensor | None) -> Tensor:
 def norm_scale(target: Any) -> Tensor:
     """[D] what the target's final norm multiplies by (some families keep it less one)."""
     return target.norm.weight.float() + family_of(target.model.config).norm_offset
+
+
+@torch.no_grad()
+def copy_last_mlp(target: Any, mlp: MLP, norm: RMSNorm) -> None:
+    """Start an MLP and the norm before it from those of the target's last layer.
+
+    Raises ValueError where that layer has no such parts, or of other sizes.
+    """
+    last = dict(find_parts(target.model, target.model.config).layers[-1].named_parameters())
+    before = next((n for n in ("pre_feedforward_layernorm", "post_attention_layernorm") if f"{n}.weight" in last), "")
+    pairs = {f"mlp.{name}": parameter for name, parameter in mlp.named_parameters()} | {f"{before}.weight": norm.weight}
+    shapes = {name: tuple(last[name].shape) if name in last else None for name in pairs}
+    wrong = {name: shape for name, shape in shapes.items() if shape != tuple(pairs[name].shape)}
+    if wrong or ("post_feedforward_layernorm.weight" in last and before == "post_attention_layernorm"):
+        raise ValueError(
+            f"mlp_from_target: the last layer of {target.facts.name} ({target.facts.family}) has no MLP of this shape "
+            f"behind a norm ({wrong}); set drafter.mlp_from_target to false"
+        )
+    for name, parameter in pairs.items():
+        parameter.copy_(
+            last[name].float() + (family_of(target.model.config).norm_offset if name.startswith(before) else 0)
+        )
 
 
 def keyed_uniform(batch: Batch, width: int, stream: int = 0) -> Tensor:

@@ -487,6 +487,34 @@ def test_keyed_noise_depends_on_sample_and_position_alone() -> None:
     assert drawn.unique().numel() > 3500 and abs(float(drawn.mean()) - 0.5) < 0.02 and float(drawn.max()) < 1
 
 
+def test_eagles_noise_is_scaled_by_the_document(target: Target) -> None:
+    """A document of 40 tokens has its 512 / 40 however it is packed."""
+    alone = one_row(list(range(40)), [], sample=4)
+    other = one_row(list(range(10)), [], sample=9)
+    packed = Batch(*(torch.cat([getattr(b, f.name) for b in (other, alone)], 1) for f in dataclasses.fields(Batch)[:4]))
+    drafter = make("eagle", target, noise=0.5)
+    noise = drafter.draw_noise(alone)
+    assert torch.equal(drafter.draw_noise(packed)[:, 10:], noise)
+    assert 0.95 * 0.25 * 512 / 40 < float(noise.abs().max()) <= 0.25 * 512 / 40
+
+
+@pytest.mark.parametrize(("method", "flows"), [("eagle", False), ("eagle3", True)])
+def test_gradients_through_earlier_steps(method: str, flows: bool, target: Target, monkeypatch: Any) -> None:
+    """EAGLE-3 learns through its own earlier outputs; HASS back-propagates each pass on its own."""
+    fed: list[bool] = []
+    feed = METHODS[method].feed
+
+    def spy(self: Any, hidden_RD: Tensor) -> Tensor:
+        fed.append(hidden_RD.requires_grad)
+        return feed(self, hidden_RD)
+
+    monkeypatch.setattr(METHODS[method], "feed", spy)
+    batch = one_row(list(range(10, 40)), list(range(30)))
+    drafter = make(method, target)
+    drafter(batch, states(target, drafter, batch), 0.0)
+    assert fed == [flows, flows]
+
+
 @pytest.mark.parametrize(("method", "options"), [("eagle", {"noise": 0.5}), ("hydra", {"dropout": 0.3, "layers": 2})])
 def test_training_noise_is_reproducible_and_off_in_evaluation(method: str, options: Any, target: Target) -> None:
     batch = one_row(list(range(10, 40)), list(range(6, 30)))
@@ -522,3 +550,20 @@ def test_deep_share_trains_a_part_of_the_rows_with_the_same_logits(target: Targe
         torch.testing.assert_close(logits_W, seen[0][pair], atol=1e-5, rtol=1e-5)
     later = dataclasses.replace(batch, epoch=1)
     assert not torch.equal(Rows.of(batch, 3, 0.5).pairs[1], Rows.of(later, 3, 0.5).pairs[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_mlp_from_the_targets_last_layer(family: str, tiny: Callable[..., Target]) -> None:
+    """The drafter's norm and MLP compute what the target's own do."""
+    target = tiny(family=family)
+    drafter, last = make("eagle3", target, mlp_from_target=True), target.model.model.layers[-1]
+    stream = torch.randn(5, 48)
+    norm = last.pre_feedforward_layernorm if family == "gemma3_text" else last.post_attention_layernorm
+    got = drafter.midlayer.mlp(drafter.midlayer.post_attention_layernorm(stream))
+    torch.testing.assert_close(got, last.mlp(norm(stream)))
+
+
+@pytest.mark.parametrize(("family", "options"), [("phi3", {}), ("olmo2", {}), ("llama", {"intermediate": 17})])
+def test_mlp_from_the_target_refused(family: str, options: dict[str, Any], tiny: Callable[..., Target]) -> None:
+    with pytest.raises(ValueError, match=r"set drafter\.mlp_from_target to false"):
+        make("eagle3", tiny(family=family), mlp_from_target=True, **options)
