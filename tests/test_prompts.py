@@ -113,7 +113,7 @@ def test_answers_belong_to_the_prompts(prompts, answers):
         user, assistant = a["messages"]
         assert (user["role"], assistant["role"]) == ("user", "assistant")
         assert asked[a["id"]] == (a["category"], a["template"], a["topic"], a["split"], user["content"])
-    assert len({a["id"] for a in answers}) == len(answers) >= 2400
+    assert len({a["id"] for a in answers}) == len(answers) >= 4500
     counts = Counter((a["category"], a["split"]) for a in answers)
     assert min(counts[c, "heldout"] for c in CATEGORIES) >= 30
 
