@@ -98,8 +98,9 @@ class OptimConfig:
     """`muon`: torch.optim.Muon (Jordan et al. 2024) for matrices inside the network, AdamW for heads, embeddings, vectors."""
     lr: float = 3e-4
     """Peak learning rate."""
-    muon_lr: float = 0.02
-    """Peak learning rate of the Muon group (Jordan et al. 2024)."""
+    muon_lr: float = 0.01
+    """Peak learning rate of the Muon group, in AdamW's scale: 0.2 times it is the size of an update's entries
+    (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moments (EAGLE's training code, §"Training" of arXiv:2401.15077)."""
     weight_decay: float = 0.0

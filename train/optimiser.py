@@ -35,14 +35,18 @@ def make_optimisers(drafter: nn.Module, config: OptimConfig) -> list[torch.optim
     groups = [group | {"peak": config.lr} for group in groups if group["params"]]
     optimisers: list[torch.optim.Optimizer] = []
     if groups:
-        optimisers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=1e-8))
+        optimisers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=1e-8, fused=True))
     if any(is_muon.values()):
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(
                 f"optim.name=muon needs torch.optim.Muon (torch 2.9 or newer), this is {torch.__version__}"
             )
         matrices = [{"params": [p for n, p in named if is_muon[n]], "peak": config.muon_lr}]
-        optimisers.append(torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay))
+        # The update is scaled to AdamW's usual size (Liu et al. 2025, arXiv:2502.16982), whatever a matrix's shape.
+        muon = torch.optim.Muon(
+            matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        optimisers.append(muon)
     return optimisers
 
 
