@@ -25,7 +25,9 @@ class Command:
 
 COMMANDS = {
     "train": Command("train a drafter: --config RECIPE key=value ...", "train.distill_draft", "main"),
-    "generate": Command("answer one prompt, --show which tokens were drafted", "inference.generate", "run_generate"),
+    "generate": Command(
+        "answer one prompt, --show which tokens were drafted", "inference.generate", "run_generate", ("prompt",)
+    ),
     "evaluate": Command("measure acceptance and speed, report as JSON and HTML", "inference.evaluate", "run_evaluate"),
     "rollout": Command("let a target answer prompts, for training data", "inference.rollout", "run_rollout"),
     "capture": Command("store a target's states as shards", "inference.capture", "run_capture"),
