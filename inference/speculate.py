@@ -23,7 +23,7 @@ from ..losses.probs import History, ParamRows, SamplingParams, draw, probs, top
 from ..models.drafter import Commit, Prefill
 from ..models.tree import Tree
 from . import verify
-from .commit import STAGES, Event, Request, Result
+from .commit import Event, Request, Result
 from .trees import TREES, Draft, Plan, check_choices
 
 
@@ -294,7 +294,7 @@ class _Batch:
         positions_BT = torch.arange(longest, device=self.device).expand_as(ids_BT)
         out = self.target.forward(ids_BT, positions_BT, cache=self.cache, taps=self.taps)
         self.cache.commit(counts_B)
-        last_B1D = out.last_hidden_BTD[torch.arange(len(counts)), counts_B - 1][:, None]
+        last_B1D = out.last_hidden_BTD[torch.arange(len(counts), device=self.device), counts_B - 1][:, None]
         logits_BV = self.target.head(last_B1D)[:, 0]
         history = self.ledger.at(torch.zeros(len(counts), 1, dtype=torch.int64, device=self.device))
         if self.params.hot:
@@ -472,6 +472,3 @@ class _Batch:
             if self.decode.keep_logits:
                 request.logits += list(logits_XV.clone())
         return event
-
-
-__all__ = ["STAGES", "DecodeConfig", "Event", "Result", "SamplingParams", "generate", "stream"]
