@@ -24,19 +24,20 @@ KNOWN_TARGETS = {
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
 }
 SECRET = re.compile(
-    r"hf_[A-Za-z0-9]{6,}"  # Hugging Face
-    r"|sk-[A-Za-z0-9_-]{16,}"  # OpenAI-compatible servers
-    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
-    r"|AKIA[A-Z0-9]{16}"
-    r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"  # JSON web tokens
-    r"|(?<=Bearer )[^\s'\"]{8,}"
+    r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|\bsk-[A-Za-z0-9_-]{16,}"  # OpenAI-compatible servers
+    r"|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
+    r"|\bAKIA[A-Z0-9]{16}"
+    r"|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"  # JSON web tokens
+    r"|(?<=Bearer )[A-Za-z0-9._~+/-]{8,}"
     r"|(?<=://)[^\s/@'\"]+:[^\s/@'\"]+(?=@)"  # user:password@host
 )
 NAMED_SECRET = re.compile(
-    r"(?i)([\w-]*(?:token|secret|password|passwd|api[_-]?key|access[_-]?key|credential)s?[\"']?\s*[:=]\s*[\"']?)"
-    r"(?!null\b|none\b|true\b|false\b|~|\d+(?:\.\d+)?(?:[\s,}\]]|$)|[\[{])([^\s\"',}]{8,})"
+    r"(?i)(\b[\w-]*(?:secret|password|passwd|api[_-]?key|access[_-]?key|credentials?)[\"']?\s*[:=]\s*[\"']?"
+    r"(?=[^\s\"',}<]{8})|\b[\w-]*token[\"']?\s*[:=]\s*[\"']?(?=[^\s\"',}<]{16})(?=[^\s\"',}<]*\d))"
+    r"(?!\d+(?:\.\d+)?(?:[\s,}\]]|$)|[\[{])[^\s\"',}<]+"
 )
-PATH = re.compile(r"(?<![\w:/.~<>-])(?:~|file:/{2,3}|[A-Za-z]:)?(?:[/\\][\w.@+ -]*[\w.@+-])+[/\\]?(?![\w<])")
+PATH = re.compile(r"(?<![\w:/.~<>-])(?:~|file:/{2,3}|[A-Za-z]:)?(?:[/\\][\w.@+-]+(?: [\w.@+-]+)*)+[/\\]?")
 ROOTS = ("home", "root", "Users", "tmp", "var", "mnt", "data", "work", "opt", "usr", "scratch", "workspace", "private")
 REMOVED = "[removed]"
 

@@ -21,6 +21,7 @@ from draftsmith.inference.exporters.folder import REPLAY, WEIGHTS, read_header, 
 from draftsmith.inference.exporters.layout import rope_keys
 from draftsmith.inference.load import load_drafter, read_export_config
 from draftsmith.models import METHODS
+from draftsmith.models.families import FAMILIES
 
 VARIANTS = {
     "medusa": ("medusa", {"heads": 3, "layers": 2}, False),
@@ -374,6 +375,21 @@ def test_unknown_or_missing_rope_is_refused_not_defaulted(tiny):
         rope_keys(dataclasses.replace(facts, rope={"rope_type": "foo", "rope_theta": 1e4}))
     with pytest.raises(ValueError, match="rope_theta"):
         rope_keys(dataclasses.replace(facts, rope={"rope_type": "default"}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_an_export_that_loads(family, tiny, tmp_path):
+    """Sizes, RoPE (top level, nested, per attention type) and activation come from the target of each family."""
+    target = tiny(family=family, max_positions=512)
+    folder = save(make(target, "eagle3", {"steps": 1}), target, tmp_path / "x")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "llama" and config["hidden_act"] == target.facts.activation
+    assert (
+        config["rope_theta"] == target.facts.rope["rope_theta"]
+        and "partial_rotary_factor" not in config["rope_parameters"]
+    )
+    assert bool(config["draftsmith"]["limits"]) == (target.facts.activation != "silu")
+    assert load_drafter(str(folder), target).taps == (1, 2, 3)
 
 
 # A head that belongs to another target

@@ -43,7 +43,7 @@ def run(program, hub, *arguments, **environment):
         env=hub.environment | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -9,20 +9,26 @@ import ast
 import json
 import os
 import pickle
+import socket
 import struct
 import subprocess
-import sys
 import time
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 
 from draftsmith.inference.card import leaks, scrub, scrub_values
+from draftsmith.inference.check import check, read_replay
+from draftsmith.inference.convert import find_files
+from draftsmith.inference.export import RunFacts, export
 from draftsmith.inference.exporters.folder import read_header, read_json, write_folder
+from draftsmith.inference.load import load_drafter, read_export_config
 from draftsmith.inference.torch_file import UnsafeFileError, read_torch_file
+from draftsmith.models import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("kernels", "losses", "data", "models", "inference", "configs", "train")
@@ -259,6 +265,8 @@ def test_scrubbing_leaves_ordinary_text_alone():
             "HuggingFaceTB/SmolLM2-135M-Instruct at https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct",
             "accelerate launch train/distill_draft.py --config configs/eagle3_smollm2.yaml optim.lr=3e-4",
             "max_new_tokens: 1024", "batch_tokens: 2048.5", "tokenizer: smollm2", "token_count: {a: 1}", "token: null",
+            "hf_prompts: 20, hf_token_count",
+            "first token: 0.31 s, tokens: accepted-and-committed",
             "objective: 0.9*kl + 0.1*ce", "tokens/s and draft/verify/commit",
         ]
     )  # fmt: skip
@@ -353,22 +361,28 @@ def test_the_scan_sees_what_it_must(line):
     assert not forbidden(ast.parse("model.eval()\nre.compile('x')\nyaml.safe_load(f)\nf(shell=False)"))
 
 
-OFFLINE = """
-import socket, sys
-def blocked(*a, **k):
-    raise AssertionError("a network call")
-socket.socket.connect = socket.socket.connect_ex = socket.create_connection = socket.getaddrinfo = blocked
-from draftsmith.inference.load import resolve
-try:
-    resolve("nobody/nothing")
-except ValueError as error:
-    print(error)
-    sys.exit(2)
-"""
+def test_offline_switch_makes_no_network_call(tiny, tmp_path, monkeypatch):
+    """With every way to a socket blocked: export, load and check work, a Hub id is refused in words."""
 
+    def blocked(*_, **__):
+        raise AssertionError("a network call")
 
-def test_offline_switch_makes_no_network_call():
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", OFFLINE], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert "HF_HUB_OFFLINE is set" in done.stdout
+    for owner, name in (
+        (socket.socket, "connect"),
+        (socket.socket, "connect_ex"),
+        (socket, "create_connection"),
+        (socket, "getaddrinfo"),
+    ):
+        monkeypatch.setattr(owner, name, blocked)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    target = tiny(max_positions=512)
+    drafter = METHODS["eagle3"](METHODS["eagle3"].Config(), target.facts)
+    drafter.init_from_target(target)
+    folder = export(drafter, tmp_path / "export", run=RunFacts(), target=target)
+    load_drafter(str(folder), target)
+    result = check(folder, read_export_config(str(folder)), target, read_replay(folder))
+    assert result.agreeing == result.pairs
+    for refused in (lambda: load_drafter("nobody/nothing", target), lambda: find_files("nobody/nothing", None)):
+        with pytest.raises(ValueError, match=r"HF_HUB_OFFLINE is set|the Hub gives none"):
+            refused()
