@@ -32,7 +32,7 @@ class DecodeConfig:
     """How drafts are made and verified.
 
     Args:
-        k: depth of the draft, cut to what the drafter has.
+        k: depth of the draft, cut to what the drafter has; with `choices` their own depth counts.
         tree: chain, static (a template of choices) or dynamic (EAGLE-2).
         nodes: nodes of a static default template or a dynamic tree, at most.
         width: candidates per node in a dynamic tree and in the static default template, at most.
@@ -160,6 +160,9 @@ def _check_prompt(target: Any, i: int, prompt: Sequence[int], params: SamplingPa
         raise ValueError(f"prompt {i} is empty: give at least one token id (for example the beginning-of-text id)")
     if min(prompt) < 0 or max(prompt) >= facts.vocab:
         raise ValueError(f"prompt {i} has id {max(prompt)} or {min(prompt)}, the target has ids 0..{facts.vocab - 1}")
+    strange = [x for x in params.stop_ids if not 0 <= x < facts.vocab]
+    if strange:
+        raise ValueError(f"stop_ids: {strange} are no ids of the target, which has 0..{facts.vocab - 1}")
     if len(prompt) + params.max_new_tokens > facts.max_positions:
         raise ValueError(
             f"prompt {i}: {len(prompt)} tokens and max_new_tokens={params.max_new_tokens} exceed the target's "
@@ -239,7 +242,8 @@ class _Batch:
         self.seeds_B = torch.tensor([r.seed for r in requests], device=self.device)
         self.rounds_B = torch.zeros_like(self.seeds_B)
         self.plan = self._plan()
-        nodes = self.plan.nodes if self.plan is not None else decode.k
+        self.budget = decode.k if decode.tree == "chain" else decode.nodes  # of drafters that propose
+        nodes = self.plan.nodes if self.plan is not None else self.budget
         if decode.fixed_width is not None and drafter is not None and nodes + 1 > decode.fixed_width:
             raise ValueError(
                 f"fixed_width={decode.fixed_width} is less than the {nodes + 1} rows of a verification with k={nodes}: "
@@ -248,8 +252,10 @@ class _Batch:
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
         self.slots = longest + (decode.fixed_width or (nodes + 1 if drafter is not None else 1))
         # A drafter keeps what it was asked to extend, which may be more than what stayed in the tree.
-        asked = nodes if self.plan is None else max(nodes, (self.plan.depth - 1) * self.plan.width)
-        self.draft_slots = longest + asked + decode.k + 1
+        asked, depth = nodes, nodes
+        if self.plan is not None:
+            asked, depth = max(nodes, (self.plan.depth - 1) * self.plan.width), self.plan.depth
+        self.draft_slots = longest + depth + 1 + asked
         # Rows are bit-identical only over equally many keys as well: read all slots, not as far as the longest row.
         self.cache = target.new_cache(len(requests), self.slots, read_all=decode.fixed_width is not None)
         self.taps = tuple(drafter.taps) if drafter is not None else ()
@@ -278,6 +284,8 @@ class _Batch:
         return any(r.stop_reason is None for r in self.requests)
 
     def _spend(self, stage: str, since: float) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or the time of a stage shows up in the next one
         now = time.perf_counter()
         for r in self.requests:
             r.stats.seconds[stage] += (now - since) / len(self.requests)
@@ -338,8 +346,7 @@ class _Batch:
         sampled = self.draft_params.hot and self._wants_rows()
         draft = Draft(self.draft_params, self.ledger.at, sampled, self.seeds_B, self.rounds_B)
         if self.plan is None:
-            budget = self.decode.nodes if self.decode.tree != "chain" else self.decode.k
-            self.state, tree = self.drafter.propose(self.state, self.commit, budget, self.draft_params, draft)
+            self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.draft_params, draft)
             return tree
         self.state, level = self.drafter.start(self.state, self.commit)
         self.state, tree = TREES[self.plan.tree](self.drafter, self.state, level, draft, self.plan)

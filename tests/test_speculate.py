@@ -332,6 +332,11 @@ def test_b47_the_budget_is_exact_with_longer_drafts(target: Any) -> None:
         assert all(r.stats.committed == budget and r.stats.from_draft <= budget - 1 for r in results)
 
 
+def test_b47_a_minimal_length_without_any_end_token_changes_nothing(target: Any) -> None:
+    plain, short = (generate(target, [[1]], SamplingParams(max_new_tokens=9, min_new_tokens=n)) for n in (0, 9))
+    assert ids_of(plain) == ids_of(short)
+
+
 def test_a_stop_inside_an_accepted_block_ends_the_row_there(target: Any) -> None:
     plain = generate(target, [[1, 2], [3]], SamplingParams(max_new_tokens=24))
     for at in range(24):
@@ -348,10 +353,29 @@ def test_rows_done_early_fill_no_slots(tiny: Callable[..., Any]) -> None:
     """One row ends at once, the other runs long: the first must not grow, in the target's cache and the drafter's."""
     real = tiny(dtype=torch.float64)
     for method in METHODS:
-        for shape in SHAPES.values():
+        deep = DecodeConfig(k=1, tree="static", choices=((0,), (0, 0), (0, 0, 0)))
+        wide = DecodeConfig(k=5, tree="dynamic", width=6, nodes=2)
+        for shape in (*SHAPES.values(), deep, wide):
             params = [SamplingParams(max_new_tokens=1), SamplingParams(max_new_tokens=12, ignore_eos=True)]
             results = generate(real, [[5] * 16, [7]], params, make(method, real), shape)
             assert [len(r.ids) for r in results] == [1, 12]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_cache_held_before_is_never_seen(plain40: Any, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slot of the target's and the drafter's cache starts with large garbage."""
+    real, prompts, answers = plain40
+    make_cache = real.new_cache
+
+    def poisoned(*sizes: int, read_all: bool = False) -> Any:
+        cache = make_cache(*sizes, read_all=read_all)
+        cache.kv.fill_(1e3)
+        return cache
+
+    monkeypatch.setattr(real, "new_cache", poisoned)
+    for some in (None, Self(real)):
+        results = generate(real, prompts[:4], SamplingParams(max_new_tokens=16), some, SHAPES[shape])
+        assert ids_of(results) == [a[:16] for a in answers[:4]]
 
 
 # Fixed width
@@ -478,6 +502,7 @@ def test_lossy_rules_need_the_flag_and_say_so(target: Any) -> None:
         ([[1], [V]], SamplingParams(), "prompt 1 has id 8"),
         ([[1]], [SamplingParams()] * 2, "2 sampling parameters for 1 prompts"),
         ([[1]], SamplingParams(max_new_tokens=1 << 21), "positions"),
+        ([[1]], SamplingParams(stop_ids=(V,)), "stop_ids"),
     ],
 )
 def test_what_does_not_fit_is_refused(target: Any, prompts: Any, params: Any, message: str) -> None:
