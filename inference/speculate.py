@@ -349,7 +349,7 @@ class _Batch:
             self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.draft_params, draft)
             return tree
         self.state, level = self.drafter.start(self.state, self.commit)
-        self.state, tree = TREES[self.plan.tree](self.drafter, self.state, level, draft, self.plan)
+        self.state, tree = TREES[self.plan.tree].build(self.drafter, self.state, level, draft, self.plan)
         return tree
 
     def _wants_rows(self) -> bool:

@@ -359,8 +359,17 @@ def build_dynamic(drafter: Any, state: Any, level: Level, draft: Draft, plan: Pl
     return state, _tree(take[0], parents_BN, take[1], take[2], take[3], None)
 
 
-TREES: dict[str, Callable[[Any, Any, Level, Draft, Plan], tuple[Any, Tree]]] = {
-    "chain": build_chain,
-    "static": build_static,
-    "dynamic": build_dynamic,
+@dataclass(frozen=True)
+class Builder:
+    """One way to grow a tree: `build(drafter, state, level, draft, plan) -> (state, tree)`. `on_device`: it works by
+    tensor operations where the drafter is (False: on the host, level by level through memory)."""
+
+    build: Callable[[Any, Any, Level, Draft, Plan], tuple[Any, Tree]]
+    on_device: bool
+
+
+TREES = {
+    "chain": Builder(build_chain, on_device=True),
+    "static": Builder(build_static, on_device=True),
+    "dynamic": Builder(build_dynamic, on_device=True),
 }

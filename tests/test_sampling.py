@@ -191,15 +191,15 @@ def test_fault_q_without_temperature_is_caught_end_to_end(
     target: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows that travel with the draft are not those it was drawn from."""
-    build = speculate.TREES["chain"]
+    builder = speculate.TREES["chain"]
 
     def broken(*arguments: Any) -> Any:
-        state, tree = build(*arguments)
+        state, tree = builder.build(*arguments)
         tree.q = replace(tree.q, rows_BMW=torch.softmax(tree.q.rows_BMW.clamp(min=1e-9).log() * 0.4, -1))
         return state, tree
 
     params = SamplingParams(temperature=0.8, max_new_tokens=3)
-    monkeypatch.setitem(speculate.TREES, "chain", broken)
+    monkeypatch.setitem(speculate.TREES, "chain", replace(builder, build=broken))
     counts = sample(target, drafter, MODES["ratio"][1], params, 10_000)
     assert p_value(counts, law(params, 3, PROMPT), 10_000) < 1e-6
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import trees
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.inference.trees import TREES, Draft, Plan, check_choices, default_choices
 from draftsmith.losses.probs import History, ParamRows, SamplingParams
@@ -35,7 +34,7 @@ def build(drafter: Any, plan: Plan, temperature: float = 0.0, rows: int = 2, see
         torch.arange(rows) + seed,
         torch.zeros(rows, dtype=torch.int64),
     )
-    return TREES[plan.tree](drafter, state, level, draft, plan)[1]
+    return TREES[plan.tree].build(drafter, state, level, draft, plan)[1]
 
 
 def check(tree: Tree, nodes: int, depth: int) -> None:
@@ -248,7 +247,7 @@ def test_broken_logits_are_refused(scripted: Any) -> None:
 def test_unknown_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="chain, static, dynamic"):
         DecodeConfig(tree="bush")
-    assert set(trees.TREES) == {"chain", "static", "dynamic"}
+    assert set(TREES) == {"chain", "static", "dynamic"} and all(b.on_device for b in TREES.values())
 
 
 def test_wide_trees_use_several_mask_words() -> None:
