@@ -30,13 +30,14 @@ from torch import Tensor
 from draftsmith.data.sources import DataConfig, load_conversations
 from draftsmith.inference.load import load_drafter, read_export_config
 from draftsmith.inference.speculate import DecodeConfig, Result, generate
+from draftsmith.inference.trees import TREES
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
 from draftsmith.models.drafter import Commit, Prefill
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tree import Tree
 
-TREES = {
+SHAPES = {
     "chain": DecodeConfig(k=4),
     "static": DecodeConfig(k=4, tree="static", width=4, nodes=16),
     "dynamic": DecodeConfig(k=4, tree="dynamic", width=3, nodes=12),
@@ -165,7 +166,7 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     table = []
     for method in [*METHODS, "look-up"]:
-        for tree, shape in TREES.items():
+        for tree, shape in SHAPES.items():
             if method == "look-up" and tree != "chain":
                 continue  # it proposes chains
             for batch in (1, 4):
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny targets, few prompts; keeps nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    assert set(SHAPES) == set(TREES), "every tree is measured"
     if args.quick:
         kept, sizes, real = Kept(None), (8, 12, 8), ("tiny", 4, 12)
     else:
