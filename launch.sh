@@ -58,7 +58,11 @@ choose() {
     processes="${PROCESSES:-$(if ((gpus > 0)); then echo "$gpus"; else echo "$(cpu_processes)"; fi)}"
     [[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "error: PROCESSES=$processes: give a number of at least 1" >&2; exit 2; }
     export DRAFTSMITH_PROCESSES="$processes"
-    if ((gpus > 1)); then
+    # Muon updates whole matrices, which ZeRO cuts: it runs on several GPUs by DDP.
+    if ((gpus > 1)) && python "$@" --print_config | grep -q '^  name: muon$'; then
+        what="$processes GPUs, DDP"
+        line=(accelerate launch --multi_gpu --num_processes "$processes" --num_machines 1 --mixed_precision no --dynamo_backend no)
+    elif ((gpus > 1)); then
         what="$processes GPUs, DeepSpeed ZeRO-2"
         line=(accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes "$processes")
     elif ((gpus == 1)); then
@@ -81,7 +85,8 @@ choose() {
     printf '  OMP_NUM_THREADS=%s OMP_WAIT_POLICY=%s %s\n' "$OMP_NUM_THREADS" "$OMP_WAIT_POLICY" "${line[*]}" >&2
 }
 
-cpu_processes() { echo 1; }
+# On CPUs two processes of one thread beat one of two threads: captures and steps halve, gradients are small.
+cpu_processes() { (($(nproc) > 1)) && echo 2 || echo 1; }
 
 # Runs a command so that SIGTERM and Ctrl-C reach the training processes once; they save and end with 143 or 130.
 forward() {
@@ -124,6 +129,7 @@ case "${1:-}" in
     ;;
 --quick)
     set_up
+    PROCESSES="${PROCESSES:-1}"
     demo configs/quick.yaml "${RUN:-runs/quick}" 4 16 2,3 "${@:2}"
     ;;
 test)

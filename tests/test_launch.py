@@ -67,7 +67,7 @@ def test_help_needs_no_environment(tmp_path: Path) -> None:
 
 
 def test_one_process_says_what_it_chose_and_the_plain_line_does_the_same(checkout: Path, tmp_path: Path) -> None:
-    result = launch(checkout, *QUICK, "budget.steps=3", f"run={tmp_path / 'a'}")
+    result = launch(checkout, *QUICK, "budget.steps=3", f"run={tmp_path / 'a'}", PROCESSES="1")
     assert result.returncode == 0, result.stderr
     assert "training on one CPU process of 1 thread(s)" in result.stderr
     (line,) = [

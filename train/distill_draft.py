@@ -228,6 +228,7 @@ def states(
             taps=drafter.taps,
             need_last_hidden=needs_last,
             batch_tokens=config.states.batch_tokens,
+            progress=accelerator.is_main_process,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
         )
