@@ -63,6 +63,8 @@ class Eagle3Config:
     """MLP width; null = the target's."""
     mlp_from_target: bool = False
     """Start the MLP and its norm from the target's last layer; EAGLE-3 starts them at random. Learns faster."""
+    train_head: bool = True
+    """False: the head keeps the target's rows (as the speculators library trains it), which saves time per step."""
     fc_norm: bool = False
     """One norm per tap before `fc` (EAGLE-3.1)."""
     norm_output: bool = False
@@ -131,7 +133,7 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(taps * width, width, bias=False)
         self.midlayer = Midlayer(facts, config)
         self.norm = RMSNorm(width, facts.norm_eps)
-        self.lm_head = nn.Linear(width, self.vocab, bias=False)
+        self.lm_head = nn.Linear(width, self.vocab, bias=False).requires_grad_(config.train_head)
         self.rotary = Rotary(facts)
         self.target_embed: TargetEmbed = refuse_unbound
 
