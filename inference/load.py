@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ from .exporters.layout import FORMAT, Unpacked
 if TYPE_CHECKING:
     from ..models.target import Target
 
+PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 NEEDED = ("format", "method", "target", "config", "taps", "taps_convention", "train_length")
 SHARED_FACTS = ("width", "vocab", "tokens", "layers", "max_positions")  # must be the target's own, exactly
 
@@ -88,6 +90,13 @@ def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]
         raise ValueError(f"{name} has export format {ours['format']!r}, this version reads {FORMAT}; export it again")
     if ours["method"] not in EXPORTERS:
         raise ValueError(f"{name} declares method {ours['method']!r}; known: {', '.join(EXPORTERS)}")
+    name_of_target = ours["target"].get("name") if isinstance(ours["target"], dict) else None
+    if not isinstance(name_of_target, str) or not (
+        HUB_ID.fullmatch(name_of_target) or PLAIN_NAME.fullmatch(name_of_target)
+    ):
+        raise ValueError(
+            f"{name}: config.json names the target {name_of_target!r}; needed: a Hub id or a plain name, no path"
+        )
     return config
 
 

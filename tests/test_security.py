@@ -279,6 +279,18 @@ def test_scrubbing_leaves_ordinary_text_alone():
     }
 
 
+@pytest.mark.parametrize("name", ["../../secrets", "/etc/target", "~/x", "a/../b", "a/b/c", "..", "a\\b", "", 3, None])
+def test_a_config_can_not_point_at_a_path(name, tiny, tmp_path):
+    target = tiny(max_positions=512)
+    drafter = METHODS["medusa"](METHODS["medusa"].Config(heads=1), target.facts)
+    folder = export(drafter, tmp_path / "x", run=RunFacts())
+    config = json.loads((folder / "config.json").read_text())
+    config["draftsmith"]["target"]["name"] = name
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="names the target"):
+        read_export_config(str(folder))
+
+
 def test_interrupted_write_leaves_the_old_folder(tmp_path):
     folder = tmp_path / "export"
 

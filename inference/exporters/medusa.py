@@ -23,6 +23,7 @@ from .layout import Exporter, Packed, Slot, Unpacked, shape_of
 if TYPE_CHECKING:
     from ...models.target import Target
 
+PATH_WORDS = "vLLM takes eagle-, eagle3, dflash or dspark anywhere in the draft's path for its method: keep them out"
 LOADER_SWITCH = {"enable_weights_track": False}
 
 
@@ -52,7 +53,7 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
         "original_lm_head": shared,
         "medusa_fc_bias": True,
     }
-    return Packed(config, tensors)
+    return Packed(config, tensors, limits=(PATH_WORDS,))
 
 
 def slots(config: Mapping[str, Any]) -> dict[str, Slot]:

@@ -96,11 +96,8 @@ def engine_python(venv: Path) -> Path:
     """The interpreter of the engine's environment; makes and fills the environment at the first call."""
     python = venv.absolute() / "bin" / "python"
     ready = venv / "ready"
-    if (
-        not ready.exists() and subprocess.run([python, "-c", "import vllm"], capture_output=True).returncode
-        if python.exists()
-        else True
-    ):
+    usable = ready.exists() or (python.exists() and not subprocess.run([python, "-c", "import vllm"]).returncode)
+    if not usable:
         print(f"installing {ENGINE} into {venv} (once, about 90 s)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", ENGINE], check=True)
