@@ -30,8 +30,9 @@ class UsageError(ValueError):
 def keys_of(spec: type, sections: Mapping[str, type], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> type of every setting of a dataclass, nested dataclasses opened. `sections` types fields whose
     class is only known at run time (`drafter`)."""
-    hints, keys = typing.get_type_hints(spec), {}
-    for f in fields(spec):  # type: ignore[arg-type]
+    hints = typing.get_type_hints(spec)
+    keys: dict[str, Any] = {}
+    for f in fields(spec):
         kind = sections.get(prefix + f.name, hints[f.name])
         if is_dataclass(kind):
             keys |= keys_of(typing.cast(type, kind), sections, f"{prefix}{f.name}.")

@@ -11,6 +11,7 @@ import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def run(name: str, argv: Sequence[str]) -> int | None:
     from draftsmith.configs.parse import parse
 
     kind = config_class(command)
-    config = parse(kind, argv, prog=f"draftsmith {name}", positional=command.positional, description=command.help)
+    config: Any = parse(kind, argv, prog=f"draftsmith {name}", positional=command.positional, description=command.help)
     return getattr(module, command.function)(config)
 
 

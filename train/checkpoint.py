@@ -112,7 +112,7 @@ def complete(path: Path, state: State | None = None) -> bool:
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint of a run, and the names of incomplete or damaged ones that were passed over."""
-    damaged = []
+    damaged: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         if complete(path):
             return path, damaged

@@ -216,9 +216,7 @@ def train(
                     bad = "stopped" if stopped else wrong(loss, state)
                     if not bad:
                         engine.backward(accelerator, model, part, last)
-                for name, (value, count) in pairs.items():
-                    before_value, before_count = metrics.get(name, (0.0, 0.0))
-                    metrics[name] = (before_value + float(value), before_count + float(count))
+                add(metrics, {name: (float(value), float(count)) for name, (value, count) in pairs.items()})
 
             # 7. Update, or skip: count it, name its samples, and give up when nothing else comes.
             if bad == "stopped":
@@ -244,11 +242,7 @@ def train(
             state.seconds += rate  # the main process's clock decides: budgets must end everywhere in the same step
 
             # 8. Say how it goes.
-            logged = {
-                n: tuple(map(sum, zip(logged.get(n, (0.0, 0.0)), v, strict=True))) for n, v in metrics.items()
-            } | {  # type: ignore[misc]
-                n: v for n, v in logged.items() if n not in metrics
-            }
+            add(logged, metrics)
             now = budget_used(config.budget, state, total_steps)
             left = state.seconds / now - state.seconds if now else math.inf
             log.advance(now, f"step {state.step}  loss {loss:.3f}  {tokens / rate:.0f} tok/s  {duration(left)} left")
@@ -347,7 +341,7 @@ def evaluate(
     `tau` = 1 + run_length is what a chain would commit per verification.
     """
     module.drafter.eval()
-    mine = {}
+    mine: dict[str, tuple[float, float]] = {}
     for i in range(accelerator.process_index, len(batches), accelerator.num_processes):
         if stop.signal:
             break
@@ -375,6 +369,13 @@ def interval(pairs: Sequence[tuple[float, float]], resamples: int = 500) -> tupl
     ratios = drawn[:, 0] / drawn[:, 1].clamp(min=1e-9)
     low, high = torch.quantile(ratios, torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
     return low, high
+
+
+def add(sums: dict[str, tuple[float, float]], pairs: dict[str, tuple[float, float]]) -> None:
+    """Add (sum, count) pairs to those of the same name."""
+    for name, (value, count) in pairs.items():
+        before_value, before_count = sums.get(name, (0.0, 0.0))
+        sums[name] = (before_value + value, before_count + count)
 
 
 def values(pairs: dict[str, tuple[float, float]]) -> dict[str, float]:
