@@ -96,7 +96,11 @@ def walk(tree: Tree, good_BN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _of_parent(x_BM: Tensor, tree: Tree) -> Tensor:
     """[B, N, ...] the value of each node's parent."""
     index = tree.parents_BN
-    return x_BM.gather(1, index) if x_BM.dim() == 2 else x_BM[torch.arange(index.shape[0], device=index.device)[:, None], index]
+    return (
+        x_BM.gather(1, index)
+        if x_BM.dim() == 2
+        else x_BM[torch.arange(index.shape[0], device=index.device)[:, None], index]
+    )
 
 
 def _at(x_BMV: Tensor, node_B: Tensor) -> Tensor:
