@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -196,12 +197,12 @@ def test_a_damaged_checkpoint_is_passed_over(run_with_two: Path, file: str, faul
     if fault == "truncated":
         path.write_bytes(content[: len(content) // 2])
     elif fault == "flipped":
-        content[len(content) // 2] ^= 1
+        # Of the list itself, a bit of a checksum (one of its white space would change nothing).
+        at = re.search(rb"[0-9a-f]{64}", content).start() if file == "files.json" else len(content) // 2  # type: ignore[union-attr]
+        content[at] ^= 1
         path.write_bytes(content)
     else:
         path.unlink()
-    if file == "files.json" and fault == "flipped" and checkpoint.complete(folder / "step-00000004"):
-        pytest.skip("the flipped bit is white space")
     newest, damaged = checkpoint.newest(folder)
     assert newest == folder / "step-00000002" and damaged == ["step-00000004"]
 
