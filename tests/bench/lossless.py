@@ -4,8 +4,8 @@
    decoding in the same runtime. Random heads are mostly wrong, so a look-up of the known answers, partly made wrong,
    rides along as one more drafter. Bar: not one differing token.
 2. The real target in bf16, chains at a fixed width, K in {2, 4}, batch {1, 4}: the same ids and the same logits, bit by
-   bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads, otherwise the heads are
-   fresh. Bars: no differing id, no differing row of logits.
+   bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads; methods without
+   one are tested with fresh heads. Bars: no differing id, no differing row of logits.
 
     python tests/bench/lossless.py                          # about an hour on two cores; resumes where it stopped
     python tests/bench/lossless.py --model runs/demo/export
@@ -200,7 +200,8 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
 
 def bits_fixed_width(kept: Kept, name: str, models: list[str], prompts_n: int, new: int) -> list[dict[str, Any]]:
     """Part 2."""
-    drafters = [*(models or METHODS), "look-up"]
+    trained = {model: read_export_config(model)["draftsmith"]["method"] for model in models}
+    drafters = [*models, *(m for m in METHODS if m not in trained.values()), "look-up"]
     cells = [(k, batch, drafter) for k in (2, 4) for batch in (1, 4) for drafter in drafters]
     made: list[Any] = []  # target and prompts, when something is left to do
     plain: dict[tuple[int, int], list[Answer]] = {}
@@ -234,11 +235,7 @@ def bits_fixed_width(kept: Kept, name: str, models: list[str], prompts_n: int, n
 
     table = []
     for k, batch, drafter in cells:
-        shown = (
-            drafter
-            if drafter in METHODS or drafter == "look-up"
-            else read_export_config(drafter)["draftsmith"]["method"]
-        )
+        shown = f"{trained[drafter]} (trained)" if drafter in trained else drafter
         key = f"bf16 {name} {drafter} k {k} batch {batch} {prompts_n}x{new}"
         done = kept.get(key, lambda k=k, batch=batch, drafter=drafter: run(k, batch, drafter))
         row = {"target": f"{name} bfloat16", "drafter": shown, "tree": f"chain k={k}", "batch": batch}
