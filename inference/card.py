@@ -117,6 +117,7 @@ def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["fact"] = _fact
     text = environment.get_template("card.md.j2").render(
         ours=ours,
         config=config,
@@ -133,6 +134,13 @@ def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
         recipe=yaml.safe_dump(run.get("config") or {}, sort_keys=False).strip(),
     )
     return scrub(text)
+
+
+def _fact(value: Any) -> str:
+    """One fact of a run in a line: numbers short, mappings as a list of pairs."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_fact(item)}" for name, item in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> None:

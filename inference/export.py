@@ -114,6 +114,7 @@ def our_key(drafter: Drafter, packed: Packed, run: RunFacts) -> dict[str, Any]:
         "train_length": run.train_length,
         "estimated": run.estimated,
         "absent": packed.absent,
+        "untrained": packed.untrained,
         "limits": list(packed.limits),
     } | ({"draft_ids": ids} if (ids := unmapped_ids(drafter, packed.tensors)) else {})
 
@@ -126,12 +127,18 @@ def unmapped_ids(drafter: Drafter, tensors: dict[str, Tensor]) -> list[int] | No
 
 
 def refuse_unaccounted(drafter: Drafter, packed: Packed) -> None:
-    """Every tensor of the drafter is written, declared absent, or the draft ids that maps are made of."""
+    """Every tensor of the drafter is written, declared absent, or the draft ids that maps are made of; every tensor of
+    the file is the drafter's or declared."""
     state = drafter.state_dict()
     lost = sorted(set(state) - set(packed.tensors) - set(packed.absent) - {"d2t_W"})
     if lost:
         raise ValueError(
             f"{drafter.method}: {', '.join(lost)} would be lost in the export; the form has no place for them"
+        )
+    unknown = sorted(set(packed.tensors) - set(state) - set(packed.untrained))
+    if unknown:
+        raise ValueError(
+            f"{drafter.method}: {', '.join(unknown)} stand in the file, but are neither trained nor declared"
         )
     if both := sorted(set(packed.absent) & set(packed.tensors)):
         raise ValueError(f"{drafter.method}: {', '.join(both)} declared absent and written")

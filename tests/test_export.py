@@ -108,7 +108,10 @@ def test_file_holds_exactly_what_the_form_lists(variant, tmp_path):
     assert all(header[name][1] == slot.shape for name, slot in slots.items())
     assert {dtype for dtype, _ in header.values()} <= {"BF16", "I64", "BOOL"}
     assert not any(name.startswith("model.") for name in header)  # vLLM adds the prefix itself
-    assert not set(config["draftsmith"]["absent"]) & set(header)
+    ours = config["draftsmith"]
+    assert not set(ours["absent"]) & set(header)
+    trained = {name for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    assert set(header) == trained | set(ours["untrained"])  # trained, or declared as what it is
     assert "bias" not in config and None not in [v for k, v in config.items() if k != "draftsmith"]
     assert [p.name for p in folder.glob("*.safetensors")] == [WEIGHTS]  # engines load all that lie here
     assert (folder / REPLAY).is_file()

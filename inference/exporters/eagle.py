@@ -59,7 +59,8 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
     limits = engine_limits(facts)
     if drafter.config.bias:
         limits += ("vLLM drops the trained fc.bias and drafts worse for it; SGLang keeps it",)
-    return Packed(config, tensors, absent, limits)
+    untrained = {} if drafter.config.bias else {"fc.bias": "zeros, for SGLang, whose module has one"}
+    return Packed(config, tensors, absent, untrained, limits)
 
 
 def slots(config: Mapping[str, Any]) -> dict[str, Slot]:

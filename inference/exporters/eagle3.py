@@ -70,7 +70,7 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
         limits += ("SGLang ignores norm_before_residual and would run this head wrongly",)
     maps = {} if drafter.d2t_W is None else draft_maps(drafter.d2t_W, facts.vocab)
     absent = {"embed_tokens.weight": "shared: the target's embeddings, frozen in training"}
-    return Packed(config, state | maps, absent, limits)
+    return Packed(config, state | maps, absent, dict.fromkeys(maps, "the draft vocabulary"), limits)
 
 
 def draft_maps(draft_ids_W: Tensor, vocab: int) -> dict[str, Tensor]:

@@ -58,9 +58,9 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
             "max_position_embeddings": facts.max_positions,
             **rope_keys(facts),
         }
-    if drafter.d2t_W is not None:
-        tensors |= draft_maps(drafter.d2t_W, facts.vocab)
-    return Packed(config, tensors, {"embed_tokens.weight": "shared: the target's embeddings, frozen in training"})
+    maps = {} if drafter.d2t_W is None else draft_maps(drafter.d2t_W, facts.vocab)
+    absent = {"embed_tokens.weight": "shared: the target's embeddings, frozen in training"}
+    return Packed(config, tensors | maps, absent, dict.fromkeys(maps, "the draft vocabulary"))
 
 
 def slots(config: Mapping[str, Any]) -> dict[str, Slot]:

@@ -36,12 +36,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Packed:
-    """A drafter in an engine's form. `absent`: tensor name -> where a reader takes it from instead. `limits`: what an
-    engine that reads the form does otherwise than we do, said in the card."""
+    """A drafter in an engine's form. `absent`: tensor name -> where a reader takes it from instead; `untrained`: tensor
+    name -> what it is, for those in the file that training did not make. `limits`: what an engine that reads the form
+    does otherwise than we do, said in the card."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     absent: dict[str, str] = field(default_factory=dict)
+    untrained: dict[str, str] = field(default_factory=dict)
     limits: tuple[str, ...] = ()
 
 

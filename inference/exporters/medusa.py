@@ -53,7 +53,9 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
         "original_lm_head": shared,
         "medusa_fc_bias": True,
     }
-    return Packed(config, tensors, limits=(PATH_WORDS,))
+    untrained = {"lm_head.weight": "shared: the target's own head, for these ids"} if shared else {}
+    untrained |= {"token_map": "the draft vocabulary, absolute ids"} if ids is not None else {}
+    return Packed(config, tensors, untrained=untrained, limits=(PATH_WORDS,))
 
 
 def slots(config: Mapping[str, Any]) -> dict[str, Slot]:

