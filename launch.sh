@@ -86,7 +86,8 @@ choose() {
 }
 
 # On CPUs two processes of one thread beat one of two threads: captures and steps halve, gradients are small.
-cpu_processes() { (($(nproc) > 1)) && echo 2 || echo 1; }
+# (nproc would answer with OMP_NUM_THREADS.)
+cpu_processes() { (($(env -u OMP_NUM_THREADS nproc) > 1)) && echo 2 || echo 1; }
 
 # Runs a command so that SIGTERM and Ctrl-C reach the training processes once; they save and end with 143 or 130.
 forward() {
