@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = [
@@ -55,7 +57,7 @@ def launch(checkout: Path, *args: str, **env: str) -> subprocess.CompletedProces
         cwd=checkout,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 
@@ -77,7 +79,7 @@ def test_one_process_says_what_it_chose_and_the_plain_line_does_the_same(checkou
     plain = line.replace(str(tmp_path / "a"), str(tmp_path / "b"))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     again = subprocess.run(
-        ["bash", "-c", plain], env=environment(PATH=path), cwd=checkout, capture_output=True, text=True, timeout=300
+        ["bash", "-c", plain], env=environment(PATH=path), cwd=checkout, capture_output=True, text=True, timeout=900
     )
     assert again.returncode == 0, again.stderr
     weights = [(tmp_path / x / "export/model.safetensors").read_bytes() for x in "ab"]
@@ -128,3 +130,40 @@ def test_the_demo_path_on_a_tiny_target(checkout: Path, tmp_path: Path) -> None:
 def test_commands_pass_through(checkout: Path) -> None:
     result = launch(checkout, "--version")
     assert result.returncode == 0 and result.stdout.strip()
+
+
+OFFLINE = """
+import runpy, socket, sys
+def refuse(*args): raise AssertionError(f"network: {args}")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_run_is_offline_says_what_it_was_and_leaks_nothing(tmp_path: Path) -> None:
+    """No socket is opened; `run.yaml` has settings, versions, data, machine; no secret and no local path gets in."""
+    secret = "hf_" + "planted" * 5
+    command = [
+        sys.executable,
+        "-c",
+        OFFLINE,
+        *QUICK,
+        "budget.steps=2",
+        f"run={tmp_path / 'run'}",
+        f"log.project={secret}",
+    ]
+    result = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr[-3000:]
+    run = tmp_path / "run"
+    facts = yaml.safe_load((run / "run.yaml").read_text())
+    assert {"command", "config", "versions", "git", "target", "data", "machine", "deterministic"} <= facts.keys()
+    assert facts["config"]["seed"] == 0 and facts["versions"]["torch"] == torch.__version__
+    assert facts["machine"]["processes"] == 1 and facts["data"]["fingerprint"]
+    written = [
+        p for p in run.rglob("*") if p.suffix in (".yaml", ".json", ".jsonl", ".md") and "checkpoints" not in p.parts
+    ]
+    assert len(written) >= 4
+    for path in written:
+        text = path.read_text()
+        assert secret not in text and str(tmp_path) not in text, path.name

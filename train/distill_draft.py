@@ -280,7 +280,9 @@ def write_export(
 ) -> Path:
     """`export/` of the run, with what training estimated for `draftsmith evaluate` to be held against."""
     state, heldout = summary.state, summary.heldout or last_heldout(folder)
-    alpha = [heldout[name] for name in sorted(heldout) if name.startswith("accept_") and name[7:].isdigit()]
+    # Greedy acceptance by depth: `accuracy_d` counts agreement with the target's own choice after correct tokens.
+    depths = sorted(int(name.removeprefix("accuracy_")) for name in heldout if name.startswith("accuracy_"))
+    alpha = [heldout[f"accuracy_{depth}"] for depth in depths]
     estimated = {"k": len(alpha), "tau": heldout["tau"], "alpha": alpha} if "tau" in heldout else None
     facts = RunFacts(
         config=dataclasses.asdict(config),
