@@ -83,10 +83,10 @@ def recipe_keys(recipe: Any, keys: Mapping[str, Any], where: str) -> None:
 def read_recipe(path: str) -> Any:
     """The plain contents of a YAML file (safe loader). Raises UsageError when it is missing or no YAML."""
     try:
-        return yaml.safe_load(Path(path).read_text()) or {}
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 

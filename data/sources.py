@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import lzma
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 SHIPPED = Path(__file__).parent / "shipped" / "smollm2.jsonl.xz"
+SUFFIXES = (".jsonl", ".xz", ".gz", ".json")
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -66,6 +68,10 @@ class DataConfig:
             raise ValueError(f"data.max_length = {self.max_length}: a sample needs at least 2 tokens")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"data.limit = {self.limit}: give a positive count, or null for all")
+        if self.source == "shipped" or Path(self.source).suffix in SUFFIXES:
+            for name in ("subset", "revision"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"data.{name} = {value!r} is for `datasets` names; {self.source!r} has none")
 
 
 @dataclass(frozen=True)
@@ -142,13 +148,28 @@ def parse_record(record: Any, where: str, shape: str = "auto") -> Conversation:
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """(file:line, record) of a JSON-lines file, plain or compressed (.xz, .gz); blank lines are skipped."""
+    number = 0
     with _open_text(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield f"{path.name}:{number}", json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path.name}:{number}: not JSON ({error.msg})") from None
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path.name}:{number}", _record(line, f"{path.name}:{number}")
+        except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+            kind = f"{path.suffix[1:]} file" if path.suffix in (".gz", ".xz") else "UTF-8 text"
+            raise ValueError(f"{path.name}: no whole {kind} behind line {number} ({error})") from None
+
+
+def _record(line: str, where: str) -> Any:
+    try:
+        record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError(f"{where}: JSON is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: a text has half of a surrogate pair, which no tokenizer can read") from None
+    return record
 
 
 def _rest(conv: Conversation) -> tuple[list[dict[str, Any]], str, str, bool, list[int] | None]:
@@ -167,7 +188,7 @@ def _records(cfg: DataConfig) -> Iterable[tuple[str, Any]]:
     if cfg.source == "shipped":
         return read_jsonl(SHIPPED)
     path = Path(cfg.source).expanduser()
-    if path.suffix in (".jsonl", ".xz", ".gz", ".json"):
+    if path.suffix in SUFFIXES:
         if not path.is_file():
             raise ValueError(f"data.source = {cfg.source!r}: no such file")
         return read_jsonl(path)

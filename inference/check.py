@@ -11,6 +11,7 @@ Tests: tests/test_check.py.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ..models import METHODS
 from ..models.drafter import Commit, Drafter, Prefill
+from .exporters import EXPORTERS
 from .exporters.folder import REPLAY, compare_slots, read_header, read_tensors
 from .exporters.layout import Slot
 from .load import build_drafter, load_state, read_export_config, refuse_other_target, resolve
@@ -173,11 +175,26 @@ def read_replay(folder: Path) -> dict[str, Tensor]:
 def check(folder: Path, config: Mapping[str, Any], target: Target, stored: Mapping[str, Tensor]) -> CheckResult:
     """Replay with a fresh load of the folder beside `target`, in the target's dtype."""
     drafter = build_drafter(folder, config, target)
+    refuse_other_config(drafter, config, target, str(folder))
     logits_RKV = replay(drafter, target, stored["ids"], stored["positions"], stored["top_ids"].shape[1]).cpu()
     agree_RK = logits_RKV.argmax(-1) == stored["top_ids"][..., 0]
     gap_RKE = (logits_RKV.gather(2, stored["top_ids"]) - stored["top_logits"]).abs()
     difference = float(gap_RKE.max() / stored["top_logits"].abs().max())
     return CheckResult(agree_RK.numel(), int(agree_RK.sum()), difference)
+
+
+def refuse_other_config(drafter: Drafter, config: Mapping[str, Any], target: Target, where: str) -> None:
+    """config.json must say to engines what this drafter is: they read its keys, the replay reads ours."""
+    written = json.loads(json.dumps(EXPORTERS[drafter.method].pack(drafter, target).config))
+    stated = {key: value for key, value in config.items() if key not in ("torch_dtype", "draftsmith")}
+    absent = "nothing"
+    faults = [
+        f"{key}: file {stated.get(key, absent)!r}, head {written.get(key, absent)!r}"
+        for key in sorted(written.keys() | stated.keys())
+        if stated.get(key, absent) != written.get(key, absent)
+    ]
+    if faults:
+        raise ValueError(f"{where}: config.json says another head to engines (export it again); " + "; ".join(faults))
 
 
 def run_check(cfg: CheckConfig) -> None:

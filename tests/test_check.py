@@ -144,9 +144,22 @@ def test_changed_tensors_are_seen(exported):
     check_export(CheckConfig(str(folder)))
 
 
+def test_keys_that_only_engines_read_are_seen(exported):
+    _, _, folder = exported
+    whole = (folder / "config.json").read_text()
+    for change in ({"vocab_size": 256, "architectures": ["Other"]}, {"unknown": 1}):
+        (folder / "config.json").write_text(json.dumps(json.loads(whole) | change))
+        with pytest.raises(ValueError, match=r"says another head to engines.*(Other|unknown: file 1)"):
+            check_export(CheckConfig(str(folder)))
+
+
 def test_taps_off_by_one_are_seen(target, tmp_path):
     folder = export(make(target, "eagle3"), tmp_path / "x", run=RunFacts(), target=target)
-    change_config(folder, lambda ours: (ours.update(taps=[0, 1, 2]), ours["config"].update(taps=[0, 1, 2])))
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [-1, 0, 1]
+    config["draftsmith"]["taps"] = config["draftsmith"]["config"]["taps"] = [0, 1, 2]
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="does not compute"):
         check_export(CheckConfig(str(folder)))
 

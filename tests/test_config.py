@@ -134,6 +134,9 @@ def test_misplaced_keys_of_a_recipe_are_named_with_the_file(tmp_path: Path) -> N
         recipe.write_text(text)
         with pytest.raises(UsageError, match=message):
             read("--config", str(recipe))
+    recipe.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"r\.yaml is not valid YAML"):
+        read("--config", str(recipe))
 
 
 def test_a_refusal_comes_before_weights_exits_with_2_and_writes_nothing(tmp_path: Path) -> None:

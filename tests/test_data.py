@@ -97,12 +97,26 @@ def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text(json.dumps(CHAT) + "\n\n{oops\n")
     with pytest.raises(ValueError, match=r"bad.jsonl:3: not JSON"):
         load_conversations(DataConfig(source=str(tmp_path / "bad.jsonl")))
+    whole = json.dumps(CHAT).encode() + b"\n"
+    for name, data, message in (
+        ("latin.jsonl", whole + b"\xe9\n", "no whole UTF-8 text"),
+        ("no.jsonl.gz", whole, "no whole gz file behind line 0"),
+        ("no.jsonl.xz", whole, "no whole xz file behind line 0"),
+        ("cut.jsonl.gz", gzip.compress(whole)[:-9], "no whole gz file"),
+        ("deep.jsonl", b"[" * 100_000 + b"]" * 100_000, ":1: JSON is nested too deeply"),
+        ("half.jsonl", whole.replace(b'"role"', b'"\\ud800": 1, "role"', 1), ":1: .* surrogate"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
+            load_conversations(DataConfig(source=str(tmp_path / name)))
     with pytest.raises(ValueError, match="no such file"):
         load_conversations(DataConfig(source=str(tmp_path / "none.jsonl")))
     with pytest.raises(ValueError, match="max_length"):
         DataConfig(max_length=1)
     with pytest.raises(ValueError, match="limit"):
         DataConfig(limit=0)
+    with pytest.raises(ValueError, match=r"data\.revision = 'x' is for `datasets` names"):
+        DataConfig(revision="x")
 
 
 def test_text_parts_are_joined_and_extra_keys_kept() -> None:
