@@ -261,7 +261,7 @@ def test_an_empty_batch_still_reaches_every_parameter() -> None:
         make_batch([[]], 8, 0, 0), TargetOut(), 0.0, {"depth_1": 5.0, "never": 0.0}
     )
     loss.backward()
-    assert float(loss) == 0.0 and all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
+    assert float(loss.detach()) == 0.0 and all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
 
 # Optimiser and schedule
@@ -434,6 +434,9 @@ def test_heldout_figures_and_their_interval() -> None:
     assert figures["run_length"] == pytest.approx(mean) and figures["tau"] == pytest.approx(1 + mean)
     assert figures["run_length_low"] <= mean <= figures["run_length_high"] and drafter.training
     assert interval([(1.0, 2.0)] * 5) == pytest.approx((0.5, 0.5))
+    stop = loop.Stop()
+    stop.signal = 15
+    assert evaluate(module, batches, lambda b: TargetOut(), Accelerator(cpu=True), stop) == {}  # no half figures
 
 
 def test_probe_and_metrics_are_logged(tmp_path: Path) -> None:

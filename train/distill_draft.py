@@ -72,7 +72,7 @@ def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
             method = next(iter(METHODS))
         else:
             raise UsageError(f"no method: give --config RECIPE, or method=NAME with one of {', '.join(METHODS)}")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         known = ", ".join(METHODS)
         raise UsageError(
             f"unknown method {method!r}; nearest: {nearest(str(method), list(METHODS))!r} (known: {known})"

@@ -259,14 +259,11 @@ def train(
             # 9. Held-out figures and the speculative probe.
             ended = now >= 1.0
             if heldout and (ended or state.step % config.evaluate.every == 0):
-                summary.heldout = (
-                    evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop) or summary.heldout
-                )
-                if summary.heldout and not stop.signal:
-                    log.write(
-                        "heldout", state.step, summary.heldout, f"step {state.step}  held out: {short(summary.heldout)}"
-                    )
-                    length = summary.heldout.get("run_length")
+                figures = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                if figures:
+                    summary.heldout = figures
+                    log.write("heldout", state.step, figures, f"step {state.step}  held out: {short(figures)}")
+                    length = figures.get("run_length")
                     if length is not None and (state.best is None or length > state.best):
                         state.best, state.best_step = length, state.step
                         save()
@@ -338,7 +335,8 @@ def evaluate(
     """Held-out metrics, teacher-forced, summed over processes; each batch is one conversation.
 
     `run_length` (mean leading run of accepted drafts) gets a 90 % interval by bootstrap over conversations, and
-    `tau` = 1 + run_length is what a chain would commit per verification.
+    `tau` = 1 + run_length is what a chain would commit per verification. Empty, in every process, when a signal came to
+    any of them.
     """
     module.drafter.eval()
     mine: dict[str, tuple[float, float]] = {}
@@ -350,7 +348,10 @@ def evaluate(
         _, metrics = module(batch, states_of(batch), 1.0, counts)
         mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
     module.drafter.train()
+    (stopped,) = engine.total(accelerator, [float(stop.signal)])
     everything = engine.total_pairs(accelerator, mine)
+    if stopped:
+        return {}
     by_name: dict[str, list[tuple[float, float]]] = {}
     for key, pair in sorted(everything.items()):
         by_name.setdefault(key.split(" ", 1)[1], []).append(pair)
