@@ -213,6 +213,8 @@ def guarded(main: Callable[[], int | None]) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        kind = type(error).__name__
-        print(f"error: {kind}: {one_line(error)} (DRAFTSMITH_TRACEBACK=1 shows where)", file=sys.stderr)
+        text = f"{type(error).__name__}: {one_line(error)}"
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"error: {text} (DRAFTSMITH_TRACEBACK=1 shows where)", file=sys.stderr)
         return 1

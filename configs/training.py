@@ -251,6 +251,15 @@ def check(config: TrainConfig) -> None:
 
     method = METHODS[config.method]
     budget = config.budget
+    for name, value, least in (
+        ("states.batch_tokens", config.states.batch_tokens, 1),
+        ("evaluate.conversations", config.evaluate.conversations, 0),
+        ("evaluate.probe_k", config.evaluate.probe_k, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not config.run:
+        raise ValueError("run must name a folder, got ''")
     if all(v is None for v in (budget.steps, budget.tokens, budget.minutes, budget.epochs)):
         raise ValueError("no budget: set one of budget.steps, budget.tokens, budget.minutes, budget.epochs")
     if config.data.max_length > config.batch.row_length:

@@ -96,6 +96,8 @@ class CaptureConfig:
             raise ValueError(f"rank = {self.rank} of world = {self.world}: ranks count from 0")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads = {self.threads}: give a positive count, or null for one per core")
+        if self.batch_tokens < 1:
+            raise ValueError(f"batch_tokens = {self.batch_tokens}: give a positive count")
         if not 0 <= self.max_skipped <= 1:
             raise ValueError(f"max_skipped = {self.max_skipped}: give a share between 0 and 1")
 

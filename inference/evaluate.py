@@ -119,6 +119,12 @@ class EvaluateConfig:
                 raise ValueError(f"{name} = {value}: must be at least 1")
         if not self.k or min(self.k) < 1:
             raise ValueError(f"k = {list(self.k)}: give one or more draft lengths of at least 1")
+        if not self.trees:
+            raise ValueError("trees = []: give one or more of chain, static, dynamic")
+        if self.hf_prompts is not None and self.hf_prompts < 0:
+            raise ValueError(f"hf_prompts = {self.hf_prompts}: must be at least 0")
+        if self.seed < 0:
+            raise ValueError(f"seed = {self.seed}: must be at least 0")
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
 

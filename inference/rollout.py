@@ -134,7 +134,7 @@ def rollout(
     Raises:
         ValueError: the file was written with another target or other settings, or nothing could be answered.
     """
-    settings = {"target": target.facts.fingerprint, "seed": seed, **asdict(params)}
+    settings = {"target": target.facts.fingerprint, **asdict(params), "seed": seed}
 
     def answer(asked: list[Conversation]) -> list[Answer | str]:
         prompts: list[list[int]] = []
@@ -188,7 +188,7 @@ def rollout_endpoint(
             if not models:
                 raise ValueError(f"{base} lists no model; name one (--model)")
             model = str(models[0])
-        settings = {"endpoint": base, "model": model, "seed": seed, **asdict(params)}
+        settings = {"endpoint": base, "model": model, **asdict(params), "seed": seed}
         body = {
             "model": model,
             "max_tokens": params.max_new_tokens,

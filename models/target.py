@@ -267,6 +267,10 @@ def load_target(
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    try:
+        torch.empty(1, device=device).sum().item()
+    except (RuntimeError, AssertionError) as error:  # NotImplementedError (`meta`) is a RuntimeError
+        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     if name == "tiny":
         return pretrained.tiny_target(dtype=dtype).to(device)
     source = _source(name, revision, trust_remote_code)

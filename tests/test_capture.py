@@ -249,7 +249,7 @@ def test_too_small_a_disk_is_refused_before_the_first_forward(
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for name, value in {"rank": 1, "threads": 0, "max_skipped": 2.0}.items():
+    for name, value in {"rank": 1, "threads": 0, "batch_tokens": 0, "max_skipped": 2.0}.items():
         with pytest.raises(ValueError, match=name):
             CaptureConfig(**{"out": "x", name: value})
 

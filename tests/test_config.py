@@ -94,6 +94,9 @@ BASE = ("method=medusa", "budget.steps=1")
         (("save.steps=0",), "periodic saves cannot be turned off"),
         (("drafter.heads=0",), "0"),
         (("drafter.objective=klx",), "klx"),
+        (("run=",), "run must name a folder"),
+        (("states.batch_tokens=0",), "states.batch_tokens must be at least 1, got 0"),
+        (("evaluate.probe_k=0",), "evaluate.probe_k must be at least 1, got 0"),
         (("draft_vocab=0",), "draft_vocab must be at least 1 or null, got 0"),
         (("data.max_length=4096",), "data.max_length=4096 does not fit batch.row_length=1024"),
         (("target.trust_remote_code=true",), "needs target.revision pinned to a 40-digit commit, got None"),
@@ -127,6 +130,7 @@ def test_misplaced_keys_of_a_recipe_are_named_with_the_file(tmp_path: Path) -> N
     for text, message in (
         ("method: medusa\nheads: 4\n", "unknown key 'heads' in .*; nearest valid key: 'drafter.heads'"),
         ("method: medusa\noptim: {adam: {lr: 1}}\n", "unknown key 'optim.adam'"),
+        ("method: [medusa]\n", "unknown method"),
         ("method: medusa\noptim: 3\n", "optim. must be a mapping of settings, got int"),
         ("method: medusa\noptim: {lr: [\n", "not valid YAML"),
         ("- medusa\n", "no method"),
@@ -202,6 +206,7 @@ def test_resume_compares_everything_but_what_may_change() -> None:
     [
         (ValueError("a\nb"), 2, "error: a b"),
         (OSError(28, "No space left on device"), 1, "error: OSError: [Errno 28] No space left on device"),
+        (FileExistsError(17, "File exists", "runs/x"), 1, "error: runs/x: File exists"),
         (MemoryError(), 1, "error: MemoryError"),
         (RuntimeError("20 steps in a row"), 1, "error: RuntimeError: 20 steps in a row"),
         (KeyboardInterrupt(), 130, "stopped"),

@@ -243,6 +243,8 @@ def test_answers_of_two_settings_never_mix(tiny: Any, tmp_path: Path) -> None:
     rollout(tiny(), [ask(0)], out, PARAMS, progress=False)
     with pytest.raises(ValueError, match=r"a\.jsonl was made with max_new_tokens = 12, this run has 13"):
         rollout(tiny(), [ask(1)], out, dataclasses.replace(PARAMS, max_new_tokens=13), progress=False)
+    with pytest.raises(ValueError, match="was made with seed = 0, this run has 1"):
+        rollout(tiny(), [ask(1)], out, PARAMS, seed=1, progress=False)
     with pytest.raises(ValueError, match="was made with target = "):
         rollout(tiny(seed=1), [ask(1)], out, PARAMS, progress=False)
     (tmp_path / "a.jsonl.settings.json").unlink()

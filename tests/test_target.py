@@ -481,6 +481,12 @@ def test_missing_weights_are_refused_not_drawn(folder: Path) -> None:
         load_target(str(folder))
 
 
+@pytest.mark.parametrize("device", ["foo", "cuda:99", "meta"])
+def test_a_device_that_cannot_run_is_named(device: str) -> None:
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
+        load_target("tiny", device=device)
+
+
 def test_unexpected_weights_are_refused(folder: Path) -> None:
     _edit_weights(folder, lambda tensors: tensors.update({"model.layers.1.extra": torch.ones(3)}))
     with pytest.raises(ValueError, match=r"1 unexpected keys: model\.layers\.1\.extra"):
