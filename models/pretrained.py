@@ -73,6 +73,9 @@ def smollm2_folder() -> Path:
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
     model.save_pretrained(unfinished)
     AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(unfinished)
+    if not (unfinished / "config.json").is_file():  # save_pretrained writes it in the first process only
+        shutil.rmtree(unfinished)
+        raise ValueError("target smollm2 is to be converted by one process first: draftsmith masks --target smollm2")
     try:
         unfinished.rename(folder)
     except OSError:  # another process was faster

@@ -93,13 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(config.seed)
     say = print if accelerator.is_main_process else _silent
 
-    target = load_target(
-        config.target.name,
-        dtype=config.target.dtype,
-        device=accelerator.device,
-        revision=config.target.revision,
-        trust_remote_code=config.target.trust_remote_code,
-    )
+    with accelerator.local_main_process_first():  # one process of a machine downloads, or converts smollm2
+        target = load_target(
+            config.target.name,
+            dtype=config.target.dtype,
+            device=accelerator.device,
+            revision=config.target.revision,
+            trust_remote_code=config.target.trust_remote_code,
+        )
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples, _ = encode_all(heldout_talks, target.tokenizer, config.data.max_length)
