@@ -59,6 +59,8 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
     limits = engine_limits(facts)
     if drafter.config.bias:
         limits += ("vLLM drops the trained fc.bias and drafts worse for it; SGLang keeps it",)
+    if drafter.d2t_W is not None:
+        limits += (f"engines draft over all {facts.vocab} ids, not the {len(drafter.d2t_W)} it was trained on",)
     untrained = {} if drafter.config.bias else {"fc.bias": "zeros, for SGLang, whose module has one"}
     return Packed(config, tensors, absent, untrained, limits)
 
