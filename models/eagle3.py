@@ -62,7 +62,7 @@ class Eagle3Config:
     intermediate: int | None = None
     """MLP width; null = the target's."""
     mlp_from_target: bool = False
-    """Start the MLP and its norm from the target's last layer; EAGLE-3 starts them at random. Learns faster."""
+    """Start the MLP and its norm from the target's last layer; EAGLE-3 starts them at random. Faster under AdamW, not Muon."""
     train_head: bool = True
     """False: the head keeps the target's rows (as the speculators library trains it), which saves time per step."""
     fc_norm: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 
 from draftsmith.configs.training import (
@@ -27,12 +28,14 @@ from draftsmith.data.batch import Batch, TargetOut, supervised
 from draftsmith.data.encode import Sample
 from draftsmith.data.packing import collate, make_batch
 from draftsmith.models.drafter import Terms
-from draftsmith.train import checkpoint, loop
+from draftsmith.train import checkpoint, distill_draft, loop
 from draftsmith.train.loop import LossModule, State, evaluate, interval, train, wrong
 from draftsmith.train.optimiser import lr_factor, make_optimisers
 from draftsmith.train.stream import Stream, sample_ids
 
 VOCAB = 16
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -461,3 +464,22 @@ def test_trackers_by_choice(tmp_path: Path, tracker: str, monkeypatch: pytest.Mo
     train(config, accelerator, Toy(), stream_of(config, make_samples(6)), lambda b: TargetOut(), tmp_path)
     pattern = {"tensorboard": "**/events.out.tfevents*", "wandb": "wandb/offline-run-*/*.wandb"}[tracker]
     assert list(tmp_path.glob(pattern))
+
+
+def test_b11_a_head_to_start_from_keeps_its_mapping_and_takes_the_recipes_settings(tmp_path: Path) -> None:
+    recipe = [
+        "--config",
+        str(ROOT / "configs/quick.yaml"),
+        "data.limit=20",
+        "evaluate.probe_prompts=0",
+        "log.progress=false",
+    ]
+    recipe += ["budget.steps=1", "evaluate.conversations=2"]
+    assert distill_draft.main([*recipe, "draft_vocab=64", f"run={tmp_path / 'a'}"]) == 0
+    first = f"init_from={tmp_path / 'a/export'}"
+    assert distill_draft.main([*recipe, first, "drafter.train_head=false", f"run={tmp_path / 'b'}"]) == 0
+    a, b = (load_file(tmp_path / run / "export/model.safetensors") for run in "ab")
+    assert torch.equal(a["d2t"], b["d2t"]) and torch.equal(a["lm_head.weight"], b["lm_head.weight"])
+    assert not torch.equal(a["fc.weight"], b["fc.weight"])
+    with pytest.raises(ValueError, match=r"other `drafter` settings.*fc_norm"):
+        distill_draft.main([*recipe, first, "drafter.fc_norm=true", f"run={tmp_path / 'c'}"])

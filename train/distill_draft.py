@@ -189,16 +189,26 @@ def build_drafter(config: TrainConfig, target: Target, samples: Sequence[Sample]
     """The drafter in fp32, started from the target or from a head, and the share of supervised tokens it can say."""
     counts_V = count_supervised(samples, target.facts.vocab)
     if config.init_from is not None:
-        drafter: Any = load_drafter(config.init_from, target).float().requires_grad_(True)  # type: ignore[attr-defined]
-        if drafter.method != config.method:
+        head: Any = load_drafter(config.init_from, target)
+        if head.method != config.method:
             raise ValueError(
-                f"init_from={config.init_from!r} is a {drafter.method} head, the recipe trains {config.method}"
+                f"init_from={config.init_from!r} is a {head.method} head, the recipe trains {config.method}"
             )
-        if config.draft_vocab is not None and (drafter.d2t_W is None or len(drafter.d2t_W) != config.draft_vocab):
-            has = "all tokens" if drafter.d2t_W is None else f"{len(drafter.d2t_W)} rows"
+        if config.draft_vocab is not None and (head.d2t_W is None or len(head.d2t_W) != config.draft_vocab):
+            has = "all tokens" if head.d2t_W is None else f"{len(head.d2t_W)} rows"
             raise ValueError(
                 f"draft_vocab={config.draft_vocab}, but the head in init_from keeps its own mapping ({has})"
             )
+        drafter: Any = METHODS[config.method](config.drafter, target.facts, head.d2t_W)  # as the recipe says
+        drafter.init_from_target(target)
+        try:
+            drafter.load_state_dict(head.float().state_dict())
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"init_from={config.init_from!r} was built by other `drafter` settings: {reason}"
+            ) from error
+        drafter = drafter.float()
         return drafter, coverage(counts_V, drafter.d2t_W)
     draft_ids_W = None
     if config.draft_vocab is not None:
