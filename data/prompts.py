@@ -1,7 +1,7 @@
-"""The shipped prompt set: 5,100 prompts of our own in ten categories, split by template and topic family.
+"""The shipped prompt set: 11,100 prompts of our own in ten categories, split by template and topic family.
 
-`shipped/templates.yaml` is the hand-written source.  It reads
-`category -> train|heldout -> groups`, where a group has
+`shipped/templates.yaml` and, for training only, `shipped/templates_wide.yaml` are the hand-written source.  They read
+`category -> train|wide|heldout -> groups`, where a group has
 
     templates   texts with slots; every template of a group fits every topic of that group
     topics      topic family -> slot -> fillers
@@ -28,8 +28,9 @@ import yaml
 
 Split = Literal["train", "heldout"]
 
-TEMPLATES = Path(__file__).parent / "shipped" / "templates.yaml"
-PER_CATEGORY: dict[Split, int] = {"train": 450, "heldout": 60}
+SHIPPED = Path(__file__).parent / "shipped"
+TEMPLATES = SHIPPED / "templates.yaml", SHIPPED / "templates_wide.yaml"
+PER_CATEGORY = {"train": 450, "wide": 600, "heldout": 60}  # parts; `wide` belongs to the training split
 
 _SLOT = re.compile(r"\{(\w+|\d+-\d+)(?::(\w+))?\}")
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -47,24 +48,26 @@ class Prompt:
     text: str
 
 
-def expand(path: Path = TEMPLATES) -> list[Prompt]:
-    """All prompts of `path`, category by category, train before held-out; always the same list.
+def expand(paths: Sequence[Path] = TEMPLATES) -> list[Prompt]:
+    """All prompts of `paths`, file by file, category by category, train before held-out; always the same list.
 
     Raises:
         ValueError: a template names a slot that its topic lacks, or a split has too few fillers for its count.
     """
-    categories = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [
         prompt
-        for category, splits in categories.items()
-        for split, count in PER_CATEGORY.items()
-        for prompt in _expand_split(category, split, splits[split], count)
+        for path in paths
+        for category, parts in yaml.safe_load(path.read_text(encoding="utf-8")).items()
+        for part, count in PER_CATEGORY.items()
+        if part in parts
+        for prompt in _expand_part(category, part, parts[part], count)
     ]
 
 
-def _expand_split(category: str, split: Split, groups: Sequence[Mapping[str, Any]], count: int) -> list[Prompt]:
+def _expand_part(category: str, part: str, groups: Sequence[Mapping[str, Any]], count: int) -> list[Prompt]:
     """Visit the templates in turn, each with its group's topics in turn, until `count` distinct texts exist."""
     templates = [(template, group) for group in groups for template in group["templates"]]
+    split: Split = "heldout" if part == "heldout" else "train"
     prompts: dict[str, Prompt] = {}
     for turn in range(20 * count):
         if len(prompts) == count:
@@ -73,14 +76,14 @@ def _expand_split(category: str, split: Split, groups: Sequence[Mapping[str, Any
         template, group = templates[number]
         topics = list(group["topics"])
         topic = topics[(lap + number) % len(topics)]
-        text = _fill(template, {**group.get("shared", {}), **group["topics"][topic]}, f"{category}/{split}/{turn}")
-        name = f"{category}-{split}"
+        text = _fill(template, {**group.get("shared", {}), **group["topics"][topic]}, f"{category}/{part}/{turn}")
+        name = f"{category}-{part}"
         prompts.setdefault(
             text, Prompt(f"{name}-{len(prompts):03d}", category, f"{name}-t{number:02d}", topic, split, text)
         )
     raise ValueError(
-        f"{category}/{split}: only {len(prompts)} distinct prompts, {count} wanted; "
-        f"add templates or fillers to {TEMPLATES.name}, then run `python -m draftsmith.data.prompts`"
+        f"{category}/{part}: only {len(prompts)} distinct prompts, {count} wanted; "
+        "add templates or fillers, then run `python -m draftsmith.data.prompts`"
     )
 
 

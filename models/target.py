@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
 from transformers.utils import cached_file, logging
@@ -258,7 +260,7 @@ def load_target(
     """Load a target by hub id, local folder, GGUF file, or built-in name (`smollm2`, `tiny`).
 
     `revision` pins a hub id (what was loaded is recorded in `facts.revision`). `trust_remote_code` needs a revision of
-    40 hexadecimal digits. Raises ValueError for everything that would not run exactly as saved: unknown names and
+    40 hexadecimal digits, and prints the files that may run. Raises ValueError for everything that would not run exactly as saved: unknown names and
     dtypes, unsupported models, missing, unexpected, mis-shaped or non-finite weights, a tokenizer larger than the
     embedding, a config without a rotary base.
     """
@@ -326,13 +328,34 @@ def _source(name: str, revision: str | None, trust_remote_code: bool) -> _Source
         path, gguf = path.parent, path.name
     if path.is_dir():
         shown = name if name == "smollm2" else (gguf or path.resolve().name)
+        if trust_remote_code:
+            _show_code(path, shown)
         return _Source(shown, str(path), gguf, None, trust_remote_code)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"target {name!r}: no such folder or GGUF file, no hub id (owner/name), not smollm2 or tiny")
     try:
-        return _Source(name, name, None, _commit_of(name, revision), trust_remote_code)
+        commit = _commit_of(name, revision)
+        if trust_remote_code:
+            _show_code(Path(snapshot_download(name, revision=commit, allow_patterns=["*.py", "*.json"])), name)
+        return _Source(name, name, None, commit, trust_remote_code)
     except OSError as error:
         raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _show_code(folder: Path, name: str) -> None:
+    """Print which Python files `trust_remote_code` lets run, with their SHA-256. Raises ValueError when a config takes
+    code from another repository, which no revision pins."""
+    for settings in sorted(folder.glob("*.json")):
+        raw = json.loads(settings.read_text(encoding="utf-8"))
+        named = str(raw.get("auto_map", "")) if isinstance(raw, dict) else ""
+        if "--" in named:
+            raise ValueError(
+                f"target {name!r}: {settings.name} takes code from another repository ({named}), which `revision` does "
+                "not pin; copy that code into a folder of your own and read it"
+            )
+    print(f"trust_remote_code: {name!r} may run", file=sys.stderr)
+    for file in sorted(folder.rglob("*.py")):
+        print(f"  {hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder)}", file=sys.stderr)
 
 
 def _commit_of(hub_id: str, revision: str | None) -> str:

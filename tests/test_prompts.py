@@ -15,7 +15,7 @@ import yaml
 from draftsmith.data import prompts as module
 from draftsmith.data.prompts import PER_CATEGORY, Prompt, expand
 
-ANSWERS = module.TEMPLATES.with_name("smollm2.jsonl.xz")
+ANSWERS = module.SHIPPED / "smollm2.jsonl.xz"
 CATEGORIES = {
     "chat", "writing", "reasoning", "maths", "code",
     "extraction", "translation", "summarising", "question_answering", "edit",
@@ -44,13 +44,12 @@ def split(prompts: list[Prompt], name: str) -> list[Prompt]:
 
 
 def test_counts(prompts):
-    counts = Counter((p.category, p.split) for p in prompts)
-    assert {category for category, _ in counts} == CATEGORIES
-    assert all(counts[c, s] == PER_CATEGORY[s] for c in CATEGORIES for s in PER_CATEGORY)
-    assert len(prompts) >= 4300 and len(split(prompts, "heldout")) >= 300
+    counts = Counter((p.category, p.id.split("-")[1], p.split) for p in prompts)
+    parts = {"train": "train", "wide": "train", "heldout": "heldout"}
+    assert counts == {(c, part, s): PER_CATEGORY[part] for c in CATEGORIES for part, s in parts.items()}
 
 
-@pytest.mark.parametrize(("name", "least"), [("train", 12), ("heldout", 4)])
+@pytest.mark.parametrize(("name", "least"), [("train", 35), ("heldout", 4)])
 def test_every_category_has_many_templates(prompts, name, least):
     templates = Counter(category for category, _ in {(p.category, p.template) for p in split(prompts, name)})
     assert min(templates[c] for c in CATEGORIES) >= least
@@ -69,9 +68,12 @@ def test_lengths_and_leftovers(prompts):
 def test_heldout_shares_no_family_with_train(prompts):
     train, heldout = split(prompts, "train"), split(prompts, "heldout")
     assert not {p.topic for p in train} & {p.topic for p in heldout}
-    groups = yaml.safe_load(module.TEMPLATES.read_text(encoding="utf-8")).values()
-    texts = {s: {t for g in groups for part in g[s] for t in part["templates"]} for s in PER_CATEGORY}
-    assert not texts["train"] & texts["heldout"]
+    texts: dict[str, set[str]] = {part: set() for part in PER_CATEGORY}
+    for path in module.TEMPLATES:
+        for parts in yaml.safe_load(path.read_text(encoding="utf-8")).values():
+            for part, groups in parts.items():
+                texts[part].update(template for group in groups for template in group["templates"])
+    assert all(texts.values()) and not (texts["train"] | texts["wide"]) & texts["heldout"]
 
 
 def test_heldout_shares_no_eight_gram_with_train(prompts):
@@ -89,14 +91,14 @@ def test_missing_slot_is_named(tmp_path: Path):
     path = tmp_path / "templates.yaml"
     path.write_text("chat: {train: [{templates: ['Hi {nme}'], topics: {pets: {name: [cat]}}}], heldout: []}")
     with pytest.raises(ValueError, match=r"no fillers for \{nme\}; the topic has name"):
-        expand(path)
+        expand([path])
 
 
 def test_too_few_fillers_are_refused(tmp_path: Path):
     path = tmp_path / "templates.yaml"
     path.write_text("chat: {train: [{templates: ['Hi {name}'], topics: {pets: {name: [cat, dog]}}}], heldout: []}")
     with pytest.raises(ValueError, match="only 2 distinct prompts, 450 wanted"):
-        expand(path)
+        expand([path])
 
 
 def test_slots():

@@ -623,6 +623,17 @@ def test_code_in_a_model_folder_never_runs(folder: Path) -> None:
         load_target(str(folder))
 
 
+def test_code_that_may_run_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PROMISES 20: with `trust_remote_code`, the files and their hashes; code of another repository is refused."""
+    (folder / "modeling_x.py").write_text("x = 1\n")
+    load_target(str(folder), trust_remote_code=True, revision="0" * 40)
+    digest = hashlib.sha256(b"x = 1\n").hexdigest()
+    assert f"{digest}  modeling_x.py" in capsys.readouterr().err
+    _edit_config(folder, lambda config: config.update(auto_map={"AutoConfig": "else/where--configuration_x.C"}))
+    with pytest.raises(ValueError, match=r"config.json takes code from another repository.*else/where"):
+        load_target(str(folder), trust_remote_code=True, revision="0" * 40)
+
+
 @pytest.mark.parametrize(("family", "head_dim"), [("llama", 12), ("qwen3", 128)])  # 128: not read from the file
 def test_gguf_file(family: str, head_dim: int, tmp_path: Path, tiny: Callable[..., Target]) -> None:
     source = tiny(family=family, kv_heads=2, head_dim=head_dim)

@@ -5,7 +5,7 @@ the long recipe (at most 60), then measures all of them in one interleaved run: 
 and 2,000 verifications. Prints a table and, last, one JSON line with every bound. Resumes where it stopped: finished
 trainings and answered prompts are kept under `--out`.
 
-    OMP_NUM_THREADS=1 python tests/bench/main_job.py              # about 3 hours on two cores
+    OMP_NUM_THREADS=1 python tests/bench/main_job.py              # about 2 hours on two cores
     python tests/bench/main_job.py --only eagle3                  # one part
     python tests/bench/main_job.py --quick                        # the same path on the tiny target, under a minute
 """
@@ -58,11 +58,11 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, help="train and measure one part")
     parser.add_argument("--quick", action="store_true", help="tiny target, no bound on figures is meant")
     parser.add_argument("--out", type=Path, default=None, help="runs/main_job, or runs/main_job_quick")
-    parser.add_argument("--prompts", type=int, default=90)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=72)
+    parser.add_argument("--max-new-tokens", type=int, default=80)
     parser.add_argument("--k", type=int, nargs="+", default=[2, TAU_K])
     args = parser.parse_args()
-    out = args.out or ROOT / "runs" / ("main_job_quick" if args.quick else "main_job")
+    out = (args.out or ROOT / "runs" / ("main_job_quick" if args.quick else "main_job")).resolve()
     names = [args.only] if args.only else list(PARTS)
     exports = {name: train(name, out, quick=args.quick) for name in names}
     cfg = EvaluateConfig(
@@ -104,11 +104,9 @@ def train(name: str, out: Path, *, quick: bool) -> Path:
     elif part.minutes is not None:
         settings.append(f"budget.minutes={part.minutes:g}")
     recipe = ["train/distill_draft.py", "--config", f"configs/{part.recipe}.yaml"]
-    command = ["accelerate", "launch", *recipe, *settings]
+    command = ["./launch.sh", *recipe, *settings]
     print("+", shlex.join(command), flush=True)
-    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"} | os.environ
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
-    code = subprocess.run(launch, cwd=ROOT, env=environment).returncode
+    code = subprocess.run(command, cwd=ROOT, env=os.environ | ({"PROCESSES": "1"} if quick else {})).returncode
     if code:
         raise SystemExit(
             f"training {name} ended with exit code {code}; its messages are above, this command resumes it"
