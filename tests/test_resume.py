@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -121,9 +121,11 @@ def assert_same_end(one: Path, two: Path) -> None:
     assert states[0] == states[1]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_twenty_steps_equal_ten_and_ten(method: str, tiny: Callable[..., Target], tmp_path: Path) -> None:
-    config = config_of(method, tmp_path / "straight")
+@pytest.mark.parametrize(("method", "optimiser"), [*((method, "adamw") for method in METHODS), ("eagle3", "muon")])
+def test_twenty_steps_equal_ten_and_ten(
+    method: str, optimiser: Literal["adamw", "muon"], tiny: Callable[..., Target], tmp_path: Path
+) -> None:
+    config = config_of(method, tmp_path / "straight", optim=OptimConfig(name=optimiser, lr=1e-3, warmup=0.1))
     _, summary = launch(config, tiny())
     assert summary.state.done and summary.state.epoch == 5
     halves = replace(config, run=str(tmp_path / "halves"))
