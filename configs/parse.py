@@ -80,10 +80,22 @@ def recipe_keys(recipe: Any, keys: Mapping[str, Any], where: str) -> None:
     walk(recipe, "")
 
 
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which refuses a key that stands twice (the last would win in silence)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for (key, _), name in zip(node.value, keys, strict=True):
+            if keys.count(name) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_recipe(path: str) -> Any:
-    """The plain contents of a YAML file (safe loader). Raises UsageError when it is missing or no YAML."""
+    """The plain contents of a YAML file (safe loader). Raises UsageError when it is missing, no YAML, or has a key
+    twice."""
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        return _Loader(Path(path).read_text(encoding="utf-8")).get_single_data() or {}
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -127,6 +127,9 @@ class EvaluateConfig:
             raise ValueError(f"seed = {self.seed}: must be at least 0")
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
+        for name in ("json", "html"):
+            if (value := getattr(self, name)) is not None and Path(value).is_dir():
+                raise ValueError(f"{name} = {value!r} is a folder: name the file to write, or set `out` for a folder")
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def test_misplaced_keys_of_a_recipe_are_named_with_the_file(tmp_path: Path) -> N
         ("method: [medusa]\n", "unknown method"),
         ("method: medusa\noptim: 3\n", "optim. must be a mapping of settings, got int"),
         ("method: medusa\noptim: {lr: [\n", "not valid YAML"),
+        ("optim:\n  lr: 1.0\n  lr: 2.0\n", "key 'lr' stands twice.*line 2"),
         ("- medusa\n", "no method"),
     ):
         recipe.write_text(text)

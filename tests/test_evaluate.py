@@ -375,6 +375,7 @@ def test_bad_settings_are_refused():
         ({"prompts": 0}, "prompts = 0"),
         ({"identity_prompts": 0}, "identity_prompts = 0"),
         ({"temperatures": (-1.0,)}, "temperatures"),
+        ({"json": "."}, "json = '.' is a folder"),
         ({"trees": ()}, "trees = "),
         ({"hf_prompts": -1}, "hf_prompts = -1"),
         ({"seed": -1}, "seed = -1"),
