@@ -58,8 +58,8 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, help="train and measure one part")
     parser.add_argument("--quick", action="store_true", help="tiny target, no bound on figures is meant")
     parser.add_argument("--out", type=Path, default=None, help="runs/main_job, or runs/main_job_quick")
-    parser.add_argument("--prompts", type=int, default=72)
-    parser.add_argument("--max-new-tokens", type=int, default=80)
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--max-new-tokens", type=int, default=68)
     parser.add_argument("--k", type=int, nargs="+", default=[2, TAU_K])
     args = parser.parse_args()
     out = (args.out or ROOT / "runs" / ("main_job_quick" if args.quick else "main_job")).resolve()
@@ -71,6 +71,7 @@ def main() -> int:
         prompts=10 if args.quick else args.prompts,
         max_new_tokens=8 if args.quick else args.max_new_tokens,
         hf_prompts=20,
+        identity_prompts=20,
         k=(TAU_K,) if args.quick else tuple(args.k),
         dtype="float32" if args.quick else "bfloat16",
         bootstrap=100 if args.quick else 2000,
