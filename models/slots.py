@@ -44,6 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -729,10 +730,12 @@ class SlotMask:
     block: Any = None
 
 
-def make_mask(slots: Slots, batch: Batch, rule: MaskRule, *, context_rows: bool = False, prefix: int = 0) -> SlotMask:
-    """The mask of one forward pass: dense on CPUs, a flex attention block mask on CUDA. Make it once per rule, not per
-    layer."""
-    if batch.ids_BT.device.type != "cuda":
+def make_mask(
+    slots: Slots, batch: Batch, rule: MaskRule, *, context_rows: bool = False, prefix: int = 0, flex: bool | None = None
+) -> SlotMask:
+    """The mask of one forward pass; make it once per rule, not per layer. `flex`: as a block mask of flex attention
+    (None = on CUDA), which works, slowly, on CPUs too."""
+    if not (batch.ids_BT.device.type == "cuda" if flex is None else flex):
         return SlotMask(dense_mask(slots, batch, rule, context_rows=context_rows, prefix=prefix))
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -740,10 +743,15 @@ def make_mask(slots: Slots, batch: Batch, rule: MaskRule, *, context_rows: bool 
     q = slots.anchor_BQ.shape[1]
     rows, columns = q + t * context_rows, prefix + t + q
     visible = mask_mod(slots, batch, rule, context_rows=context_rows, prefix=prefix)
-    return SlotMask(block=create_block_mask(visible, b, None, rows, columns, device=batch.ids_BT.device))
+    return SlotMask(block=create_block_mask(visible, b, None, rows, columns, device=str(batch.ids_BT.device)))
 
 
-_compiled: list[Callable[..., Tensor]] = []  # flex attention is only fast compiled; once per process
+@lru_cache(maxsize=1)
+def _flex_attention(compiled: bool) -> Callable[..., Any]:
+    """Flex attention, compiled where that pays; imported only by those who use it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
 
 
 def attend_slots(
@@ -760,8 +768,5 @@ def attend_slots(
     shared = q_BHQd.shape[1] != k_BGSd.shape[1]
     if mask.see_BQS is not None:
         return F.scaled_dot_product_attention(q_BHQd, k_BGSd, v_BGSd, mask.see_BQS[:, None], enable_gqa=shared)
-    if not _compiled:
-        from torch.nn.attention.flex_attention import flex_attention
-
-        _compiled.append(torch.compile(flex_attention, dynamic=True))
-    return _compiled[0](q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared)
+    run = _flex_attention(q_BHQd.device.type == "cuda")
+    return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared)
