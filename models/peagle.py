@@ -41,6 +41,7 @@ from .layers import (
     refuse_unbound,
     register_vocabulary,
 )
+from .mask_id import choose_mask_id, register_mask_id
 from .slots import MaskRule, Slots, attend_slots, cod, denominator, make_mask, score, weigh
 
 RULE = MaskRule("inclusive", "causal")
@@ -63,7 +64,7 @@ class PEagleConfig:
     max_anchors: int | None = None
     """Rows per document that go beyond depth 1, at most; null = all that drop-token keeps."""
     mask_id: int | None = None
-    """Token id that stands for the mask; null = the last row of the target's table. Best is one that no text holds."""
+    """Token id that stands for the mask; null = one that no text holds (models/mask_id.py)."""
     objective: str = "kl"
     """Loss per slot, an expression over the table of losses (the speculators library: full soft targets)."""
     depth_weight: float = 1.0
@@ -145,6 +146,7 @@ class PEagle(nn.Module):
     loss_needs = frozenset({"ids", "taps", "teacher"})
     d2t_W: Tensor | None
     t2d_V: Tensor | None
+    mask_id: Tensor
 
     def __init__(self, config: PEagleConfig, facts: TargetFacts, draft_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -152,13 +154,11 @@ class PEagle(nn.Module):
         self.taps = config.taps or default_taps(facts.layers)
         if self.taps[0] < 0 or self.taps[-1] > facts.layers:
             raise ValueError(f"peagle: taps {self.taps} of {facts.name} must lie in 0..{facts.layers}")
-        self.mask_id = facts.vocab - 1 if config.mask_id is None else config.mask_id
-        if not 0 <= self.mask_id < facts.vocab:
-            raise ValueError(f"peagle: mask_id {self.mask_id} of {facts.name} must lie in 0..{facts.vocab - 1}")
         self.objective = parse_objective(config.objective)
         self.parallel = self.max_depth = config.depths
         width, taps = facts.width, len(self.taps)
         self.vocab = register_vocabulary(self, facts, draft_ids)
+        register_mask_id(self, config.mask_id, facts.vocab, "peagle")
         if config.fc_norm:
             self.fc_norm = nn.ModuleList([RMSNorm(width, facts.norm_eps) for _ in self.taps])
         if config.norm_before_fc:
@@ -179,7 +179,8 @@ class PEagle(nn.Module):
     @torch.no_grad()
     def init_from_target(self, target: Any) -> None:
         """Start the head from the target's rows, the norm from its final norm and the mask's embedding from the mean
-        of its table; then `bind`."""
+        of its table; choose the mask's id; then `bind`."""
+        self.mask_id.fill_(choose_mask_id(target, self.config.mask_id, self.method))
         self.lm_head.weight.copy_(head_rows(target, self.d2t_W))
         self.norm.weight.copy_(norm_scale(target))
         self.mask_embed.copy_(target.embed(torch.arange(self.facts.tokens, device=target.device)).float().mean(0))

@@ -505,7 +505,7 @@ def test_draft_vocabulary_refused(ids: list[int], words: str, target: Target) ->
         ("peagle", {"layers": 0}, "layers >= 1"),
         ("peagle", {"ratio": 0.0}, "ratio"),
         ("peagle", {"max_anchors": 0}, "max_anchors"),
-        ("peagle", {"mask_id": 256}, r"mask_id 256 of tiny must lie in 0\.\.255"),
+        ("peagle", {"mask_id": 256}, "mask_id 256 is no id"),
         ("peagle", {"taps": (2, 2)}, "ascending"),
         ("peagle", {"fc_norm": True, "norm_before_fc": True}, "exclude"),
         ("medusa", {"layers": 0}, "layers"),
@@ -655,8 +655,8 @@ def test_peagle_starts_from_the_targets_norm_head_and_mean_embedding(target: Tar
     got, want = drafter.lm_head(drafter.norm(stream)), target.head(target.norm(stream), drafter.d2t_W)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(drafter.mask_embed.detach(), target.embed_weight.mean(0))
-    assert drafter.mask_id == 255
-    embed, feature = drafter.inputs(torch.randn(1, 2, 3, 48), torch.tensor([[255, 4]]), target.embed, 2)
+    assert int(drafter.mask_id) == 0  # the tiny tokenizer's unknown token, which it never needs
+    embed, feature = drafter.inputs(torch.randn(1, 2, 3, 48), torch.tensor([[0, 4]]), target.embed, 2)
     for i in (0, 2, 3):  # the mask's id stands for the mask wherever it is met
         assert torch.equal(embed[0, i], drafter.mask_embed)
     assert torch.equal(embed[0, 1], target.embed_weight[4]) and torch.equal(feature[0, 2], feature[0, 3])

@@ -35,9 +35,8 @@ OPTIONS = ("fc_norm", "norm_before_fc", "norm_before_residual")
 def pack(drafter: Drafter, target: Target | None) -> Packed:
     """Config and tensors in the flat form. ValueError for a drafter that is bound to no target."""
     facts, taps, options = drafter.facts, tuple(drafter.taps), drafter.config
-    state = {name: t for name, t in drafter.state_dict().items() if name not in ("d2t_W", "mask_embed")}
-    mask_id: int = drafter.mask_id  # type: ignore[attr-defined]
-    mask_embed = drafter.state_dict()["mask_embed"]
+    state = {name: t for name, t in drafter.state_dict().items() if name != "d2t_W"}
+    mask_id, mask_embed = int(state.pop("mask_id")), state.pop("mask_embed")
     with torch.no_grad():
         ids_V = torch.arange(facts.vocab, device=mask_embed.device)
         table_VD = drafter.target_embed(ids_V).detach().to(mask_embed.dtype).clone()  # type: ignore[attr-defined]
@@ -72,7 +71,7 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
     untrained = dict.fromkeys(maps, "the draft vocabulary") | {
         "embed_tokens.weight": f"the target's embeddings, but row {mask_id}, which is trained"
     }
-    absent = {"mask_embed": f"row {mask_id} of embed_tokens.weight"}
+    absent = {"mask_id": "mask_token_id of config.json", "mask_embed": f"row {mask_id} of embed_tokens.weight"}
     absent |= {f"layers.{i}.hidden_norm.weight": "idle: only layer 0 reads it" for i in range(1, options.layers)}
     return Packed(config, state | table | maps, absent, untrained, engine_limits(facts))
 
@@ -110,7 +109,7 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
     """The drafter's own state: the same names without the two maps, the mask's row of the table by itself."""
     state = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")}
     table_VD, mask_id = tensors["embed_tokens.weight"], config["mask_token_id"]
-    state["mask_embed"] = table_VD[mask_id]
+    state |= {"mask_id": torch.tensor(mask_id), "mask_embed": table_VD[mask_id]}
     return Unpacked(state, draft_ids_of(tensors, config["vocab_size"]), target_embed=table_VD, own_rows=(mask_id,))
 
 
