@@ -16,10 +16,12 @@ from .eagle import Eagle
 from .eagle3 import Eagle3
 from .hydra import Hydra
 from .medusa import Medusa
+from .peagle import PEagle
 
 METHODS: dict[str, Any] = {
     "medusa": Medusa,
     "hydra": Hydra,
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "peagle": PEagle,
 }

@@ -9,10 +9,12 @@ from .eagle3 import EXPORTER as EAGLE3
 from .hydra import EXPORTER as HYDRA
 from .layout import Exporter
 from .medusa import EXPORTER as MEDUSA
+from .peagle import EXPORTER as PEAGLE
 
 EXPORTERS: dict[str, Exporter] = {
     "medusa": MEDUSA,
     "hydra": HYDRA,
     "eagle": EAGLE,
     "eagle3": EAGLE3,
+    "peagle": PEAGLE,
 }
