@@ -87,6 +87,14 @@ class EvaluateConfig:
     """Acceptance rule; `auto` takes the exact one that fits tree and temperature."""
     allow_lossy: bool = False
     """Permit an acceptance rule that does not keep the target's distribution."""
+    typical_epsilon: float = DecodeConfig.typical_epsilon
+    """Rule `typical`: ceiling of its floor."""
+    typical_delta: float = DecodeConfig.typical_delta
+    """Rule `typical`: share of exp(-entropy) in its floor."""
+    fuzzy_threshold: float = DecodeConfig.fuzzy_threshold
+    """Rule `fuzzy`: total variation of target and draft up to which drafts are kept."""
+    entropy_tolerance: float = DecodeConfig.entropy_tolerance
+    """Rule `entropy`: most that it adds to a chance of acceptance."""
     dtype: Dtype = "bfloat16"
     """Weights and states of target and drafter."""
     device: str = "cpu"
@@ -243,6 +251,10 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
                         tree=tree,
                         verifier=cfg.verifier,
                         allow_lossy=cfg.allow_lossy,
+                        typical_epsilon=cfg.typical_epsilon,
+                        typical_delta=cfg.typical_delta,
+                        fuzzy_threshold=cfg.fuzzy_threshold,
+                        entropy_tolerance=cfg.entropy_tolerance,
                         fixed_width=k + 1 if tree == "chain" else None,
                     )
                     arms.append(Arm(f"{name} {tree} K={k}{at}", "draft", temperature, decode, name))
@@ -457,6 +469,7 @@ def _row(
         "decode": {"plain": "plain", "width": "plain", "hf": "transformers generate", "draft": "speculate"}[arm.kind],
         "drafter": arm.drafter,
         "verifier": ", ".join(rules) or None,
+        "verifier_settings": {name: getattr(arm.decode, name) for rule in rules for name in VERIFIERS[rule].settings},
         "draft_length": arm.decode.k if draft else 0,
         "tree": arm.decode.tree if draft else None,
         "width": arm.decode.fixed_width if arm.kind == "width" else None,
@@ -583,7 +596,10 @@ def _flags(drafts: Sequence[Row]) -> list[str]:
                 f"{row['tau']:.2f}: a pass costs more than it commits"
             )
         if row["lossless"] == "no":
-            flags.append(f"{row['name']} uses the rule {row['verifier']!r}, which changes the target's distribution")
+            settings = ", ".join(f"{name}={value:g}" for name, value in row["verifier_settings"].items())
+            flags.append(
+                f"{row['name']} uses the rule {row['verifier']!r} ({settings}), which changes the target's distribution"
+            )
     return flags
 
 
