@@ -96,6 +96,14 @@ class EvaluateConfig:
     """Acceptance rule; `auto` takes the exact one that fits tree and temperature."""
     allow_lossy: bool = False
     """Permit an acceptance rule that does not keep the target's distribution."""
+    typical_epsilon: float = DecodeConfig.typical_epsilon
+    """Rule `typical`: ceiling of its floor."""
+    typical_delta: float = DecodeConfig.typical_delta
+    """Rule `typical`: share of exp(-entropy) in its floor."""
+    fuzzy_threshold: float = DecodeConfig.fuzzy_threshold
+    """Rule `fuzzy`: total variation of target and draft up to which drafts are kept."""
+    entropy_tolerance: float = DecodeConfig.entropy_tolerance
+    """Rule `entropy`: most that it adds to a chance of acceptance."""
     dtype: Dtype = "bfloat16"
     """Weights and states of target and drafter."""
     device: str = "cpu"
@@ -156,6 +164,10 @@ class EvaluateConfig:
             prompt_rows=self.prompt_rows,
             verifier=self.verifier,
             allow_lossy=self.allow_lossy,
+            typical_epsilon=self.typical_epsilon,
+            typical_delta=self.typical_delta,
+            fuzzy_threshold=self.fuzzy_threshold,
+            entropy_tolerance=self.entropy_tolerance,
         )
 
 
@@ -492,6 +504,7 @@ def _row(
         "decode": {"plain": "plain", "width": "plain", "hf": "transformers generate", "draft": "speculate"}[arm.kind],
         "drafter": arm.drafter,
         "verifier": ", ".join(rules) or None,
+        "verifier_settings": {name: getattr(arm.decode, name) for rule in rules for name in VERIFIERS[rule].settings},
         "draft_length": arm.decode.k if draft else 0,
         "tree": arm.decode.tree if draft else None,
         "width": arm.decode.fixed_width if arm.kind == "width" else None,
@@ -618,7 +631,10 @@ def _flags(drafts: Sequence[Row]) -> list[str]:
                 f"{row['tau']:.2f}: a pass costs more than it commits"
             )
         if row["lossless"] == "no":
-            flags.append(f"{row['name']} uses the rule {row['verifier']!r}, which changes the target's distribution")
+            settings = ", ".join(f"{name}={value:g}" for name, value in row["verifier_settings"].items())
+            flags.append(
+                f"{row['name']} uses the rule {row['verifier']!r} ({settings}), which changes the target's distribution"
+            )
     return flags
 
 

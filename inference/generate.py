@@ -68,6 +68,14 @@ class GenerateConfig:
     """Rows of every verification (chains; k + 1 and prompt rows, or more): bit-identical to plain decoding at that width."""
     allow_lossy: bool = False
     """Permit a rule that does not keep the target's distribution."""
+    typical_epsilon: float = DecodeConfig.typical_epsilon
+    """Rule `typical`: ceiling of its floor."""
+    typical_delta: float = DecodeConfig.typical_delta
+    """Rule `typical`: share of exp(-entropy) in its floor."""
+    fuzzy_threshold: float = DecodeConfig.fuzzy_threshold
+    """Rule `fuzzy`: total variation of target and draft up to which drafts are kept."""
+    entropy_tolerance: float = DecodeConfig.entropy_tolerance
+    """Rule `entropy`: most that it adds to a chance of acceptance."""
     temperature: float = SamplingParams.temperature
     """0 = greedy."""
     top_k: int = SamplingParams.top_k
@@ -131,7 +139,7 @@ def run_generate(cfg: GenerateConfig) -> None:
         )
     start = time.perf_counter()
     result = answer(target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
-    for line in summary(result, time.perf_counter() - start, drafter):
+    for line in summary(result, time.perf_counter() - start, drafter, decode):
         console.print(visible(line), style="dim", soft_wrap=True)
 
 
@@ -244,21 +252,26 @@ def decode_of(cfg: GenerateConfig) -> DecodeConfig:
         verifier=cfg.verifier,
         fixed_width=cfg.fixed_width,
         allow_lossy=cfg.allow_lossy,
+        typical_epsilon=cfg.typical_epsilon,
+        typical_delta=cfg.typical_delta,
+        fuzzy_threshold=cfg.fuzzy_threshold,
+        entropy_tolerance=cfg.entropy_tolerance,
     )
 
 
-def rule_line(rule: str) -> str:
-    """The acceptance rule with its promise: `exact` or `not exact`, and the condition."""
+def rule_line(rule: str, decode: DecodeConfig) -> str:
+    """The acceptance rule with its promise: `exact` or `not exact`, the condition, and its settings."""
     if rule not in VERIFIERS:
         return "acceptance rule: none, plain decoding (exact)"
     verifier = VERIFIERS[rule]
-    return f"acceptance rule: {rule} ({'exact' if verifier.exact else 'not exact'}; {verifier.condition})"
+    settings = "".join(f", {name}={getattr(decode, name):g}" for name in verifier.settings)
+    return f"acceptance rule: {rule} ({'exact' if verifier.exact else 'not exact'}; {verifier.condition}){settings}"
 
 
-def summary(result: Result, seconds: float, drafter: Any) -> Sequence[str]:
+def summary(result: Result, seconds: float, drafter: Any, decode: DecodeConfig) -> Sequence[str]:
     """Rule and statistics of one answer."""
     stats: Stats = result.stats
-    lines = [rule_line(stats.rule)]
+    lines = [rule_line(stats.rule, decode)]
     rate = f"{len(result.ids) / seconds:.1f} tokens/s" if seconds else "no time"
     lines.append(
         f"{len(result.ids)} tokens in {seconds:.2f} s ({rate}, prompt of {stats.prompt_tokens} tokens included), "

@@ -49,8 +49,10 @@ class DecodeConfig:
         draft_temperature: temperature of drafting for requests that sample; none = the request's own.
         allow_lossy: permit verifiers that change the target's distribution.
         max_rows: requests decoded together.
-        typical_epsilon: ceiling of the floor of typical acceptance (Medusa's default).
-        typical_delta: share of exp(-entropy) in the floor of typical acceptance (Medusa's default).
+        typical_epsilon: ceiling of the floor of typical acceptance (Medusa's llm_judge README).
+        typical_delta: share of exp(-entropy) in the floor of typical acceptance (Medusa's llm_judge README).
+        fuzzy_threshold: total variation of p and q up to which fuzzy acceptance keeps drafts (ours).
+        entropy_tolerance: most that entropy-aware acceptance adds to a chance (ours).
         keep_logits: return the target's logits that every id was chosen from (memory: V numbers per id).
     """
 
@@ -69,6 +71,8 @@ class DecodeConfig:
     max_rows: int = 8
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
+    fuzzy_threshold: float = 0.1
+    entropy_tolerance: float = 0.1
     keep_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -84,6 +88,9 @@ class DecodeConfig:
                 f"decode: verifier={self.verifier!r} changes the target's distribution: "
                 "add allow_lossy=true (--allow-lossy)"
             )
+        for name in ("typical_epsilon", "typical_delta", "fuzzy_threshold", "entropy_tolerance"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"decode: {name}={getattr(self, name)}, must be in [0, 1]")
         if self.choices is not None:
             if self.tree != "static":
                 raise ValueError(f"decode: choices are for tree='static', this is tree={self.tree!r}")
@@ -421,7 +428,7 @@ class _Batch:
     def _wants_rows(self) -> bool:
         """Whether siblings are to be drawn: where the rule can use their q."""
         name = self.decode.verifier
-        return TREES[self.decode.tree].draws and (name == "auto" or verify.VERIFIERS[name].q == "rows")
+        return TREES[self.decode.tree].draws and (name == "auto" or verify.VERIFIERS[name].wants_rows)
 
     def _verify(self, tree: Tree) -> _Pass:
         """Run the anchor, the nodes and the extra rows through the target."""
@@ -499,10 +506,7 @@ class _Batch:
         if rule.greedy_only:
             return rule.choose(tree, rule.probabilities(tree, top(flat_XV, params, history).view(b, m)), None), name
         p_BMV = probs(flat_XV, params, history).view(b, m, v)
-        if name == "typical":
-            odds = verify.typical_odds(tree, p_BMV, decode.typical_epsilon, decode.typical_delta)
-        else:
-            odds = rule.probabilities(tree, p_BMV)
+        odds = rule.probabilities(tree, p_BMV, *(getattr(decode, setting) for setting in rule.settings))
         return rule.choose(tree, odds, self._coins(m, passed.depths_BM)), name
 
     def _coins(self, m: int, depths_BM: Tensor) -> verify.Coins:

@@ -326,10 +326,12 @@ def test_sampling_rows_and_lossy_rules(target, tmp_path):
     assert hot["verifier"] not in (None, "greedy") and row_of(report, "plain T=1")["tau"] == 1.0
     with pytest.raises(ValueError, match="allow_lossy"):
         run(target, {"s": Scripted(target)}, replace(cfg, verifier="typical"))
-    lossy = replace(cfg, verifier="typical", allow_lossy=True, temperatures=(1.0,))
-    report = run(target, {"s": Scripted(target)}, lossy, PROMPTS[:2])
-    assert row_of(report, "s chain K=2 T=1")["lossless"] == "no"
-    assert any("typical" in flag for flag in report["flags"])
+    for rule, setting in (("typical", "typical_delta=0.3"), ("fuzzy", "fuzzy_threshold=0.2"), ("entropy", "0.1")):
+        lossy = replace(cfg, verifier=rule, allow_lossy=True, temperatures=(1.0,), fuzzy_threshold=0.2)
+        report = run(target, {"s": Scripted(target)}, lossy, PROMPTS[:2])
+        assert row_of(report, "s chain K=2 T=1")["lossless"] == "no"
+        (flag,) = (flag for flag in report["flags"] if "changes the target's distribution" in flag)
+        assert rule in flag and setting in flag
 
 
 def test_quality_of_scored_suites(target, tmp_path):

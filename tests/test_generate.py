@@ -52,10 +52,11 @@ def drafter(target):
 
 @pytest.mark.parametrize("rule", VERIFIERS)
 def test_every_rule_is_printed_with_its_promise_and_condition(rule):
-    line = rule_line(rule)
+    line = rule_line(rule, DecodeConfig(fuzzy_threshold=0.25))
     word = "exact" if VERIFIERS[rule].exact else "not exact"
     assert f"{rule} ({word}; {VERIFIERS[rule].condition})" in line
-    assert ("not exact" in line) == (rule == "typical")
+    assert ("not exact" in line) == (rule in ("typical", "fuzzy", "entropy"))
+    assert ("fuzzy_threshold=0.25" in line) == (rule == "fuzzy")
 
 
 def test_a_rule_that_is_not_exact_needs_its_flag():

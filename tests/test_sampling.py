@@ -99,9 +99,17 @@ MODES = {
         True,
         DecodeConfig(k=2, tree="static", choices=((0,), (1,), (0, 0), (0, 1), (1, 0)), verifier="ratio_tree"),
     ),
+    "block": (True, DecodeConfig(k=2, verifier="block")),
+    "traversal": (
+        True,
+        DecodeConfig(k=2, tree="static", choices=((0,), (1,), (0, 0), (0, 1), (1, 0)), verifier="traversal"),
+    ),
     "target_only": (True, DecodeConfig(k=2, tree="dynamic", width=2, nodes=5, verifier="target_only")),
     "sample_match": (True, DecodeConfig(k=2, tree="dynamic", width=2, nodes=4, verifier="sample_match")),
 }
+
+
+COINS = ("ratio", "ratio_tree", "block", "traversal", "target_only")  # exact modes whose rule has coins of its own
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -124,7 +132,7 @@ def test_joint_law_of_100k_answers(target: Any, drafter: Any, mode: str) -> None
     ],
     ids=["top_k", "top_p", "min_p"],
 )
-@pytest.mark.parametrize("mode", ["ratio", "ratio_tree", "target_only"])
+@pytest.mark.parametrize("mode", COINS)
 def test_truncated_laws(target: Any, drafter: Any, mode: str, params: SamplingParams) -> None:
     n = 8_000
     counts = sample(target, drafter, MODES[mode][1], params, n, first_seed=10**6)
@@ -135,7 +143,7 @@ def test_a_draft_vocabulary_and_another_draft_temperature_keep_the_law(target: A
     d2t_W = torch.tensor([0, 1, 3])
     narrow = scripted.Drafter(lambda before, last, depth: Q_VVV[before, last][..., d2t_W], d2t_W)
     params = SamplingParams(temperature=0.9, max_new_tokens=3)
-    for decode in (MODES["ratio"][1], MODES["ratio_tree"][1]):
+    for decode in (MODES[mode][1] for mode in COINS if mode != "target_only"):
         counts = sample(target, narrow, replace(decode, draft_temperature=0.4), params, 8_000, first_seed=5 * 10**6)
         assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3
 
@@ -144,9 +152,9 @@ def test_independent_heads_keep_the_law(target: Any, scripted: Any) -> None:
     heads = scripted.Drafter(lambda before, last, depth: Q_VVV[before, last] * (0.5 + depth / 2), parallel=2)
     params = SamplingParams(temperature=0.9, max_new_tokens=3)
     fixed = [DecodeConfig(k=2, tree=tree, width=2, nodes=4) for tree in ("cape", "opt", "best_first", "capped", "ppd")]
-    for decode in (MODES["ratio"][1], MODES["cut"][1], MODES["ratio_tree"][1], MODES["target_only"][1], *fixed):
+    for decode in (*(MODES[mode][1] for mode in COINS), MODES["cut"][1], *fixed):
         counts = sample(target, heads, decode, params, 8_000, first_seed=6 * 10**6)
-        assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3, decode.tree
+        assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3, (decode.tree, decode.verifier)
         rule = generate(target, [PROMPT], params, heads, decode)[0].stats.rule
         assert (rule == "target_only") == (decode in fixed or decode.verifier == "target_only")
 
@@ -173,9 +181,37 @@ def test_penalties_follow_each_nodes_own_path(target: Any, drafter: Any, scripte
         after = P_VVV[2, a].clone()
         after[a] -= 0.7
         exact[(a, b)] = first * float(torch.softmax(after, -1)[b])
-    for mode in ("plain", "ratio", "ratio_tree", "target_only"):
+    for mode in ("plain", *COINS):
         counts = sample(target, drafter if MODES[mode][0] else None, MODES[mode][1], heavy, 8_000, first_seed=10**7)
         assert p_value(counts, exact, 8_000) > 1e-3, mode
+
+
+@pytest.mark.parametrize("name", ["block", "traversal"])
+def test_whole_paths_take_fixed_candidates(target: Any, drafter: Any, name: str) -> None:
+    tree = "chain" if name == "block" else "dynamic"
+    decode = DecodeConfig(k=2, tree=tree, width=2, nodes=5, verifier=name, draft_temperature=0.0)
+    params = SamplingParams(temperature=0.9, max_new_tokens=3)
+    counts = sample(target, drafter, decode, params, 8_000, first_seed=8 * 10**6)
+    assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3
+    cold = replace(params, temperature=0.0, max_new_tokens=24)
+    plain, got = (generate(target, [PROMPT], cold, *some)[0] for some in ((), (drafter, decode)))
+    assert got.ids == plain.ids and got.stats.from_draft > 0 and got.stats.rule == name
+
+
+def test_whole_paths_keep_more_end_to_end(target: Any, drafter: Any) -> None:
+    """The same drafts (same seeds, first round) verified both ways."""
+    for by_token, by_path in (("ratio", "block"), ("ratio_tree", "traversal")):
+        taus = []
+        for mode in (by_token, by_path):
+            each = [SamplingParams(temperature=0.8, max_new_tokens=40, seed=i, ignore_eos=True) for i in range(400)]
+            decode = replace(MODES[mode][1], k=4, max_rows=400)
+            if by_token == "ratio_tree":
+                choices = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0))
+                decode = replace(decode, choices=choices)
+            results = generate(target, [PROMPT] * 400, each, drafter, decode)
+            stats = [r.stats for r in results]
+            taus.append(sum(s.committed - s.requests for s in stats) / sum(s.verifies for s in stats))
+        assert taus[1] > taus[0] * 1.01, (by_path, taus)
 
 
 def test_fault_shared_noise_is_caught(target: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +335,7 @@ def test_b44_temperature_has_its_effect(scripted: Any, drafter: Any, mode: str) 
     assert float(-(share_V * share_V.log()).sum()) > 1.38
 
 
-@pytest.mark.parametrize("mode", ["plain", "ratio", "ratio_tree", "target_only", "sample_match"])
+@pytest.mark.parametrize("mode", MODES)
 def test_b44_temperatures_mix_in_one_batch(target: Any, drafter: Any, mode: str) -> None:
     speculates, decode = MODES[mode]
     some = drafter if speculates else None

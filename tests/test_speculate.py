@@ -675,13 +675,39 @@ def test_the_target_runs_once_per_step(scripted: Any) -> None:
 
 
 def test_lossy_rules_need_the_flag_and_say_so(target: Any) -> None:
-    with pytest.raises(ValueError, match="allow_lossy"):
-        DecodeConfig(verifier="typical")
-    lossy = DecodeConfig(verifier="typical", allow_lossy=True)
     params = SamplingParams(temperature=1.0, max_new_tokens=20, seed=0)
-    assert generate(target, [[1]], params, Self(target), lossy)[0].stats.rule == "typical"
+    for name in ("typical", "fuzzy", "entropy"):
+        with pytest.raises(ValueError, match="allow_lossy"):
+            DecodeConfig(verifier=name)
+        lossy = DecodeConfig(verifier=name, allow_lossy=True)
+        assert generate(target, [[1]], params, Self(target), lossy)[0].stats.rule == name
+        cold = generate(target, [[1]], SamplingParams(max_new_tokens=20), Self(target), lossy)[0]
+        assert cold.ids == generate(target, [[1]], SamplingParams(max_new_tokens=20))[0].ids
     with pytest.raises(ValueError, match="temperature 0 only"):
         generate(target, [[1]], params, Self(target), DecodeConfig(verifier="greedy"))
+
+
+def test_the_settings_of_lossy_rules_reach_them(scripted: Any) -> None:
+    """A drafter that always errs, by a distance of 0.3 in total variation, against a target that can say two things."""
+    p_V = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0]).double()
+    real = scripted.Target(lambda before, last, at: p_V.log().expand(*last.shape, V), V)
+    q_V = torch.tensor([0.8, 0.2, 0, 0, 0, 0, 0, 0]).double()
+    drafter = scripted.Drafter(lambda before, last, depth: q_V.log().expand(*last.shape, V))
+    params = SamplingParams(temperature=1.0, max_new_tokens=2000, seed=0)
+
+    def alpha(**settings: Any) -> float:
+        decode = DecodeConfig(k=4, allow_lossy=True, **settings)
+        return generate(real, [[1]], params, drafter, decode)[0].stats.alpha[0]
+
+    assert alpha(verifier="fuzzy", fuzzy_threshold=0.31) == 1.0
+    assert alpha(verifier="fuzzy", fuzzy_threshold=0.29) == pytest.approx(0.7, abs=0.05)
+    assert alpha(verifier="entropy", entropy_tolerance=1.0) == 1.0  # 5/8 + 1 - exp(-log 2) > 1
+    assert alpha(verifier="entropy", entropy_tolerance=0.2) == pytest.approx(0.78, abs=0.05)
+    assert alpha(verifier="typical", typical_epsilon=0.4, typical_delta=1.0) == 1.0
+    for name in ("typical_epsilon", "typical_delta", "fuzzy_threshold", "entropy_tolerance"):
+        for value in (-0.1, 1.1, float("nan")):
+            with pytest.raises(ValueError, match=rf"{name}=.*must be in \[0, 1\]"):
+                DecodeConfig(**{name: value})
 
 
 @pytest.mark.parametrize(
