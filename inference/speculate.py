@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels import rng
 from ..losses.probs import History, ParamRows, SamplingParams, draw, probs, top
-from ..models.drafter import Commit, Prefill
+from ..models.drafter import Budget, Commit, Prefill, Verified
 from ..models.tree import Tree
 from . import verify
 from .commit import Event, Request, Result
@@ -242,8 +242,9 @@ class _Batch:
         self.seeds_B = torch.tensor([r.seed for r in requests], device=self.device)
         self.rounds_B = torch.zeros_like(self.seeds_B)
         self.plan = self._plan()
-        self.budget = decode.k if decode.tree == "chain" else decode.nodes  # of drafters that propose
-        nodes = self.plan.nodes if self.plan is not None else self.budget
+        chain = decode.tree == "chain"
+        self.budget = Budget(decode.k if chain else decode.nodes, decode.k, 1 if chain else decode.width)
+        nodes = self.plan.nodes if self.plan is not None else self.budget.nodes
         if decode.fixed_width is not None and drafter is not None and nodes + 1 > decode.fixed_width:
             raise ValueError(
                 f"fixed_width={decode.fixed_width} is less than the {nodes + 1} rows of a verification with k={nodes}: "
@@ -271,7 +272,13 @@ class _Batch:
 
     def _plan(self) -> Plan | None:
         d, decode = self.drafter, self.decode
-        if d is None or hasattr(d, "propose"):
+        if d is None:
+            return None
+        if hasattr(d, "propose"):
+            if decode.choices is not None:
+                raise ValueError(
+                    f"choices are for drafters with levels, {d.method} proposes trees of its own: leave them"
+                )
             return None
         limits = [x for x in (d.max_depth, d.parallel if d.parallel > 1 else None) if x is not None]
         vocab = self.target.facts.tokens if d.d2t_W is None else d.d2t_W.shape[0]
@@ -335,6 +342,8 @@ class _Batch:
         choice, rule = self._choose(tree, passed)
         events = self._commit_tokens(tree, passed, choice, rule)
         self._keep(passed, choice)
+        if "teacher" in getattr(self.drafter, "draft_needs", ()):
+            self._show(tree, passed)
         self._spend("commit", clock)
         return events
 
@@ -346,7 +355,7 @@ class _Batch:
         sampled = self.draft_params.hot and self._wants_rows()
         draft = Draft(self.draft_params, self.ledger.at, sampled, self.seeds_B, self.rounds_B)
         if self.plan is None:
-            self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.draft_params, draft)
+            self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.params, draft)
             return tree
         self.state, level = self.drafter.start(self.state, self.commit)
         self.state, tree = TREES[self.plan.tree].build(self.drafter, self.state, level, draft, self.plan)
@@ -461,6 +470,12 @@ class _Batch:
         self.commit = Commit(ids_BA, keep_B, positions_BA, choice.token_B, taps, hidden, kv=self.cache)
         self.anchors_B = choice.token_B
         self.rounds_B += live_B
+
+    def _show(self, tree: Tree, passed: _Pass) -> None:
+        """Hand a drafter that learns from rejected candidates too what the target said after every row."""
+        assert self.commit is not None
+        valid_BM = torch.nn.functional.pad(tree.valid_BN, (1, 0), value=True) & (self.commit.counts_B > 0)[:, None]
+        self.commit.verified = Verified(passed.ids_BM, valid_BM, passed.logits_BMV)
 
     def _wants_logits(self, request: Request) -> bool:
         return self.decode.keep_logits or request.params.logprobs

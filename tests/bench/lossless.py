@@ -33,7 +33,7 @@ from draftsmith.inference.speculate import DecodeConfig, Result, generate
 from draftsmith.inference.trees import TREES
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
-from draftsmith.models.drafter import Commit, Prefill
+from draftsmith.models.drafter import Budget, Commit, Prefill
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tree import Tree
 
@@ -58,17 +58,18 @@ class LookUp:
     def init(self, prefill: Prefill) -> None:
         return None
 
-    def propose(self, state: None, commit: Commit, budget: int, params: Any, draft: Any) -> tuple[None, Tree]:
+    def propose(self, state: None, commit: Commit, budget: Budget, params: Any, draft: Any) -> tuple[None, Tree]:
         self.turn += 1
-        right = (self.turn * 7) % (budget + 1)
+        n = budget.nodes
+        right = (self.turn * 7) % (n + 1)
         drafts = []
         for b, (start, answer) in enumerate(self.rows):
             last = max(int(commit.counts_B[b]) - 1, 0)
             at = int(commit.positions_BT[b, last]) + 1 - start
-            ahead = (answer[at + 1 :] + [0] * budget)[:budget]
+            ahead = (answer[at + 1 :] + [0] * n)[:n]
             drafts.append([x if j < right else (x + 1) % self.tokens for j, x in enumerate(ahead)])
         tokens_BN = torch.tensor(drafts)
-        steps_BN = torch.arange(budget).expand_as(tokens_BN)
+        steps_BN = torch.arange(n).expand_as(tokens_BN)
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
         return state, Tree(tokens_BN, steps_BN, steps_BN + 1, torch.zeros(tokens_BN.shape), valid_BN)
 
