@@ -151,9 +151,9 @@ class Commit:
     anchor_B: Tensor
     taps_BTPD: Tensor | None = None
     last_hidden_BTD: Tensor | None = None
-    verified: Verified | None = None  # for drafters whose `draft_needs` has "teacher"; None after the prompt
     kv: Any = None
     extra_out: ExtraOut | None = None  # None: no extra rows, or no verification yet (the prompt)
+    verified: Verified | None = None  # for drafters whose `draft_needs` has "teacher"; None after the prompt
 
     def following(self) -> Tensor:
         """[B, T] the token after each row's token: the next committed one, at the end the anchor."""
