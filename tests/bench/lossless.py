@@ -2,7 +2,7 @@
 
 1. float64, a tiny random-weight target, 300 prompts x 64 tokens: every method x tree x batch {1, 4} against plain
    decoding in the same runtime. Random heads are mostly wrong, so a look-up of the known answers, partly made wrong,
-   rides along as one more drafter. Bar: not one differing token.
+   rides along as one more drafter, and so do the training-free ones. Bar: not one differing token.
 2. The real target in bf16, chains at a fixed width, K in {2, 4}, batch {1, 4}: the same ids and the same logits, bit by
    bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads; methods without
    one are tested with fresh heads. Bars: no differing id, no differing row of logits.
@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.sources import DataConfig, load_conversations
-from draftsmith.inference.load import load_drafter, read_export_config
+from draftsmith.inference.load import free_drafter, load_drafter, read_export_config
 from draftsmith.inference.speculate import DecodeConfig, Result, generate
 from draftsmith.inference.trees import TREES
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models import METHODS
+from draftsmith.models import METHODS, TRAINING_FREE
 from draftsmith.models.drafter import Budget, Commit, Prefill
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tree import Tree
@@ -100,7 +100,9 @@ class Kept:
 
 
 def fresh(method: str, target: Target) -> Any:
-    """An untrained head, by fixed seed."""
+    """An untrained head, by fixed seed; or a drafter that has nothing to train."""
+    if method in TRAINING_FREE:
+        return free_drafter(method, target)
     torch.manual_seed(0)
     drafter = METHODS[method](METHODS[method].Config(), target.facts)
     drafter.init_from_target(target)
@@ -132,7 +134,7 @@ def drafter_for(name: str, target: Target, prompts: list[list[int]], want: list[
     """By method, folder, or the look-up of these answers."""
     if name == "look-up":
         return LookUp(prompts, [ids for ids, _ in want], target.facts.tokens)
-    return fresh(name, target) if name in METHODS else load_drafter(name, target)
+    return fresh(name, target) if name in METHODS or name in TRAINING_FREE else load_drafter(name, target)
 
 
 def run_batches(
@@ -166,10 +168,12 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
     prompts = random_prompts(prompts_n, target.facts.tokens)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     table = []
-    for method in [*METHODS, "look-up"]:
+    for method in [*METHODS, *TRAINING_FREE, "look-up"]:
         for tree, shape in SHAPES.items():
             if method == "look-up" and tree != "chain":
                 continue  # it proposes chains
+            if method in TRAINING_FREE and tree not in ("chain", "static"):
+                continue  # a proposal is a chain or a tree, no more is asked of it
             for batch in (1, 4):
                 row: dict[str, Any] = {"target": "tiny float64", "drafter": method, "tree": tree, "batch": batch}
                 for first in range(0, prompts_n, part):
@@ -202,7 +206,8 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
 def bits_fixed_width(kept: Kept, name: str, models: list[str], prompts_n: int, new: int) -> list[dict[str, Any]]:
     """Part 2."""
     trained = {model: read_export_config(model)["draftsmith"]["method"] for model in models}
-    drafters = [*models, *(m for m in METHODS if m not in trained.values()), "look-up"]
+    free = [m for m in TRAINING_FREE if m != "lookahead"]  # whose window takes more rows than k + 1
+    drafters = [*models, *(m for m in METHODS if m not in trained.values()), *free, "look-up"]
     cells = [(k, batch, drafter) for k in (2, 4) for batch in (1, 4) for drafter in drafters]
     made: list[Any] = []  # target and prompts, when something is left to do
     plain: dict[tuple[int, int], list[Answer]] = {}
