@@ -6,6 +6,7 @@ machine (what goes wrong otherwise: reference numbers taken in another run, warm
 from text). Interrupted runs go on where they stopped. A row whose losslessness check is red shows no speed.
 
     draftsmith evaluate --model EXPORT --suite mini --k [2,4]
+    draftsmith evaluate --target smollm2 --model ngram --also suffix,recycling --k 8
     pytest tests/test_evaluate.py
 """
 
@@ -17,7 +18,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import __version__
 from ..losses.probs import SamplingParams
+from ..models import TRAINING_FREE, FreeSettings
 from ..models.target import Target, load_target
 from .card import write_card
 from .figures import (
@@ -45,14 +47,14 @@ from .figures import (
     speed,
     split_per_pass,
 )
-from .load import load_drafter, read_export_config
+from .load import free_drafter, load_drafter, read_export_config, refuse_idle_settings
 from .report import html, pieces, print_report, visible
 from .speculate import DecodeConfig, Result, chain_width, generate
 from .suites import SUITES, Prompt, load_suite
 from .trees import TREES, fits
 from .verify import VERIFIERS
 
-SHOWN_DIVERGENCES = 5  # of chains, which are compared at equal width; of trees all are measured
+SHOWN_DIVERGENCES = 5  # of padded chains, which are compared at equal width; of others all are measured
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
@@ -61,11 +63,13 @@ class EvaluateConfig:
     """What to measure."""
 
     model: str
-    """Export folder or Hub id of the drafter."""
+    """Export folder or Hub id of the drafter, or ngram, suffix, recycling, lookahead (training-free, for any target)."""
     also: tuple[str, ...] = ()
-    """Further exports for the same target, measured beside it in the same run."""
+    """Further drafters for the same target, measured beside it in the same run."""
     target: str | None = None
-    """Hub id, folder, GGUF file or built-in name of the target; by default the one the export names."""
+    """Hub id, folder, GGUF file or built-in name of the target; by default the one that the first export names."""
+    drafter: FreeSettings = field(default_factory=FreeSettings)
+    """Settings of the training-free drafters."""
     revision: str | None = None
     """Revision of the export on the Hub."""
     target_revision: str | None = None
@@ -144,6 +148,12 @@ class EvaluateConfig:
             raise ValueError(f"hf_prompts = {self.hf_prompts}: must be at least 0")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: must be at least 0")
+        refuse_idle_settings(self.drafter, [self.model, *self.also])
+        if self.drafter.suffix.shared:
+            raise ValueError(
+                "drafter.suffix.shared = true: every prompt is answered several times here, and the drafter would know "
+                "the answers; leave it off"
+            )
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
         for name in ("json", "html"):
@@ -190,8 +200,13 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
     """
     names = [model, *cfg.also]
     revisions = [cfg.revision] + [None] * len(cfg.also)
-    configs = [read_export_config(name, revision) for name, revision in zip(names, revisions, strict=True)]
-    facts = configs[0]["draftsmith"]["target"]
+    configs = [
+        {} if name in TRAINING_FREE else read_export_config(name, revision)["draftsmith"]
+        for name, revision in zip(names, revisions, strict=True)
+    ]
+    facts = next((config["target"] for config in configs if config), {})
+    if not facts and cfg.target is None:
+        raise ValueError(f"{model} drafts for any target and names none: add --target NAME")
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     target = load_target(
         cfg.target or facts["name"],
@@ -200,11 +215,15 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
         revision=cfg.target_revision or (None if cfg.target else facts.get("revision")),
         trust_remote_code=cfg.trust_remote_code,
     )
-    drafters, estimated, labels = {}, {}, {}
+    drafters: dict[str, Any] = {}
+    estimated, labels = {}, {}
     for name, revision, config in zip(names, revisions, configs, strict=True):
+        if name in TRAINING_FREE:
+            drafters[name] = free_drafter(name, target, cfg.drafter)
+            continue
         drafter = load_drafter(name, target, revision=revision)
         label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
-        drafters[label], estimated[label], labels[label] = drafter, config["draftsmith"].get("estimated"), _label(name)
+        drafters[label], estimated[label], labels[label] = drafter, config.get("estimated"), _label(name)
     report = measure(target, drafters, prompts, cfg, estimated, console)
     report["run"]["exports"] = labels
     return report
@@ -219,7 +238,7 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     written = write_report(report, cfg)
     print_report(report, console)
     console.print(visible(f"wrote {written[0]} and {written[1]}"))
-    if cfg.card and not cfg.also and Path(cfg.model).is_dir():
+    if cfg.card and not cfg.also and cfg.model not in TRAINING_FREE and Path(cfg.model).is_dir():
         for path, name in zip(written, ("report.json", "report.html"), strict=True):
             (Path(cfg.model) / name).write_bytes(path.read_bytes())
         write_card(Path(cfg.model))
@@ -262,7 +281,8 @@ def measure(
 
 
 def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
-    """The arms of a run: per temperature plain, transformers, each draft setting; for greedy chains each width."""
+    """The arms of a run: per temperature plain, transformers, each draft setting; for greedy chains each width. Drafts
+    of training-free drafters have no fixed length: padding them would take from them the steps that cost nothing."""
     arms = []
     for temperature in cfg.temperatures:
         at = "" if temperature == 0 else f" T={temperature:g}"
@@ -293,7 +313,9 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
 
 def _decode(cfg: EvaluateConfig, tree: str, k: int, drafter: Any) -> DecodeConfig:
     decode = cfg.decode(tree, k)
-    return replace(decode, fixed_width=chain_width(drafter, decode)) if TREES[tree].chain else decode
+    if not TREES[tree].chain or hasattr(drafter, "propose"):
+        return decode  # proposals have no fixed length: padded, their steps without a candidate would not be plain ones
+    return replace(decode, fixed_width=chain_width(drafter, decode))
 
 
 def _reaches(drafter: Any, k: int) -> bool:
@@ -450,7 +472,7 @@ def _reduce(
         "rows": rows,
         "best": best and best["name"],
         "flags": _flags(drafts),
-        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]))],
+        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]), _trained(row))],
         "causes": list(CAUSES),
         "examples": _examples(target, prompts, by_arm[best["name"] if best else arms[0].name]),
         "definitions": DEFINITIONS,
@@ -462,8 +484,14 @@ def _reduce(
     else:
         step = rows[0]["seconds_per_pass"]
         plain_step = sum(step[part] for part in ("draft", "verify", "commit", "other"))
-        report["limits"], report["gains"] = limits(best, rows, plain_step, estimated.get(best["drafter"]))
+        report["limits"], report["gains"] = limits(
+            best, rows, plain_step, estimated.get(best["drafter"]), _trained(best)
+        )
     return report
+
+
+def _trained(row: Row) -> bool:
+    return row["method"] not in TRAINING_FREE
 
 
 def _same_width(width: Arm, arm: Arm) -> bool:
@@ -544,7 +572,7 @@ def _identity(
     questions: dict[tuple[str, int], list[int]],
     lossless: bool,
 ) -> Row:
-    """Greedy answers against plain decoding: by id at the same width (chains), tie-aware otherwise.
+    """Greedy answers against plain decoding: by id at the same width (padded chains), tie-aware otherwise.
 
     Returns `identical_to_plain` (None = not compared), counts, first divergences from unpadded plain decoding with the
     logit gap there, and `red`: why a row that should be lossless is not (None = it is, or it need not be).
@@ -559,8 +587,8 @@ def _identity(
     }
     if arm.temperature > 0 or arm.kind == "plain":
         return found
-    chain = arm.kind == "draft" and arm.decode.fixed_width is not None
-    references = {(s.prompt, s.turn): s.ids for s in (width if chain else plain)}
+    padded = arm.kind == "draft" and arm.decode.fixed_width is not None
+    references = {(s.prompt, s.turn): s.ids for s in (width if padded else plain)}
     pairs = [(s, references[s.prompt, s.turn]) for s in samples if (s.prompt, s.turn) in references]
     differing = [s for s, ids in pairs if s.ids != ids]
     found["checked_prompts"], found["identical_prompts"] = len(pairs), len(pairs) - len(differing)
@@ -569,11 +597,11 @@ def _identity(
         unpadded = {(s.prompt, s.turn): s.ids for s in plain}
         compared = [s for s in samples if s.ids != unpadded[s.prompt, s.turn]]
         found["differ_from_unpadded"] = len(compared)
-        for sample in compared if lossless and not chain else compared[:SHOWN_DIVERGENCES]:
+        for sample in compared if lossless and not padded else compared[:SHOWN_DIVERGENCES]:
             key = sample.prompt, sample.turn
             other = divergence(target, drafters, arm, _params(cfg, arm), questions[key], unpadded[key], sample.ids)
             found["divergences"].append({"prompt": sample.prompt, **other})
-        if lossless and chain and differing:
+        if lossless and padded and differing:
             found["red"] = f"{len(differing)} of {len(pairs)} answers differ from plain decoding at the same width"
         elif lossless and not all(other["excused"] for other in found["divergences"]):
             wrong = sum(not other["excused"] for other in found["divergences"])
@@ -739,7 +767,8 @@ def _fingerprint(target: Target, drafters: dict[str, Any], prompts: Sequence[Pro
     digest = sha256(json.dumps([settings, target.facts.fingerprint, __version__, torch.__version__]).encode())
     digest.update(json.dumps([asdict(prompt) for prompt in prompts]).encode())
     for name, drafter in drafters.items():
-        for key, tensor in drafter.state_dict().items():
+        weights = {} if hasattr(drafter, "propose") else drafter.state_dict()
+        for key, tensor in weights.items():
             digest.update(f"{name}/{key}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -14,14 +14,14 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..models import METHODS
-from ..models.drafter import Drafter, TargetFacts
+from ..models import METHODS, TRAINING_FREE, FreeSettings
+from ..models.drafter import Drafter, Proposer, TargetFacts
 from .card import HUB_ID
 from .exporters import EXPORTERS
 from .exporters.folder import (
@@ -114,6 +114,22 @@ def verify_folder(folder: Path, config: Mapping[str, Any] | None = None) -> dict
     tensors = read_tensors(folder / WEIGHTS)
     refuse_non_finite(tensors, where)
     return tensors
+
+
+def free_drafter(name: str, target: Target, settings: FreeSettings | None = None) -> Proposer:
+    """The training-free drafter of this name (a key of TRAINING_FREE), for any target."""
+    drafter = TRAINING_FREE[name](getattr(settings or FreeSettings(), name), target.facts)
+    drafter.bind(target)
+    return drafter
+
+
+def refuse_idle_settings(settings: FreeSettings, names: Sequence[str | None]) -> None:
+    """Settings of a training-free drafter that takes no part (`names` do) are a mistake: ValueError."""
+    for name in TRAINING_FREE:
+        if name not in names and getattr(settings, name) != getattr(FreeSettings(), name):
+            raise ValueError(
+                f"drafter.{name} is set, but {name} drafts nothing here: add --model {name}, or leave it out"
+            )
 
 
 def load_drafter(name: str, target: Target, *, revision: str | None = None) -> Drafter:

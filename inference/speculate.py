@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels import rng
 from ..losses.probs import History, ParamRows, SamplingParams, draw, probs, top
-from ..models.drafter import Commit, ExtraOut, Prefill
+from ..models.drafter import Budget, Commit, ExtraOut, Prefill, Verified
 from ..models.tree import Tree
 from . import verify
 from .commit import Event, Request, Result
@@ -122,6 +122,11 @@ def plan_of(drafter: Any, decode: DecodeConfig, vocab: int, tokens: int) -> Plan
     """How this drafter's trees are built for a target with `vocab` embeddings and `tokens` ids; None where it makes its
     own (`propose`). Raises ValueError for a tree that it cannot grow."""
     if hasattr(drafter, "propose"):
+        if not fits(decode.tree, drafter) or decode.choices is not None:
+            raise ValueError(
+                f"tree={decode.tree!r}, choices={decode.choices}: this drafter proposes drafts of its own, as a chain or "
+                "a tree: use tree='chain', or 'static' without choices"
+            )
         return None
     if not fits(decode.tree, drafter):
         raise ValueError(
@@ -304,8 +309,10 @@ class _Batch:
         self.seeds_B = torch.tensor([r.seed for r in requests], device=self.device)
         self.rounds_B = torch.zeros_like(self.seeds_B)
         self.plan = None if drafter is None else plan_of(drafter, decode, facts.vocab, facts.tokens)
-        self.budget = decode.k if TREES[decode.tree].chain else decode.nodes  # of drafters that propose
-        nodes, extra = self.budget, getattr(drafter, "extra_rows", 0)
+        chain = TREES[decode.tree].chain
+        # Of drafters that propose:
+        self.budget = Budget(decode.k if chain else decode.nodes, decode.k, 1 if chain else decode.width)
+        nodes, extra = self.budget.nodes, getattr(drafter, "extra_rows", 0)
         if self.plan is not None:
             nodes, extra = self.plan.nodes, self.plan.extra
         elif drafter is None:
@@ -408,6 +415,8 @@ class _Batch:
         choice, rule = self._choose(tree, passed)
         events = self._commit_tokens(tree, passed, choice, rule)
         self._keep(tree, passed, choice)
+        if "teacher" in getattr(self.drafter, "draft_needs", ()):
+            self._show(tree, passed)
         self._spend("commit", clock)
         return events
 
@@ -419,7 +428,7 @@ class _Batch:
         sampled = self.draft_params.hot and self._wants_rows()
         draft = Draft(self.draft_params, self.ledger.at, sampled, self.seeds_B, self.rounds_B)
         if self.plan is None:
-            self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.draft_params, draft)
+            self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.params, draft)
             return tree
         self.state, level = self.drafter.start(self.state, self.commit)
         self.state, tree = TREES[self.plan.tree].build(self.drafter, self.state, level, draft, self.plan)
@@ -580,6 +589,12 @@ class _Batch:
         self.commit = Commit(ids_BA, keep_B, positions_BA, choice.token_B, taps, hidden, self.cache, extra_out)
         self.anchors_B = choice.token_B
         self.rounds_B += live_B
+
+    def _show(self, tree: Tree, passed: _Pass) -> None:
+        """Hand a drafter that learns from rejected candidates too what the target said after every row."""
+        assert self.commit is not None
+        valid_BM = torch.nn.functional.pad(tree.valid_BN, (1, 0), value=True) & (self.commit.counts_B > 0)[:, None]
+        self.commit.verified = Verified(passed.ids_BM, valid_BM, passed.logits_BMV)
 
     def _wants_logits(self, request: Request) -> bool:
         return self.decode.keep_logits or request.params.logprobs

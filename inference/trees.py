@@ -696,5 +696,6 @@ TREES = {
 
 def fits(tree: str, drafter: Any) -> bool:
     """Whether the drafter gives what this builder needs."""
-    proposes = hasattr(drafter, "propose")
-    return proposes or not TREES[tree].at_once or drafter.parallel > 1 or drafter.max_depth == 1
+    if hasattr(drafter, "propose"):  # which makes a chain or a tree, no matter what would have built it
+        return tree in ("chain", "static", "dynamic")
+    return not TREES[tree].at_once or drafter.parallel > 1 or drafter.max_depth == 1

@@ -13,7 +13,7 @@ from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, ge
 from draftsmith.inference.trees import TREES, fits
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
-from draftsmith.models.drafter import Commit, Level, Prefill
+from draftsmith.models.drafter import Budget, Commit, Level, Prefill
 from draftsmith.models.tree import Extra, Prompts, Tree
 
 V = 8
@@ -92,10 +92,10 @@ class Lookup:
     def init(self, prefill: Prefill) -> None:
         return None
 
-    def propose(self, state: None, commit: Commit, budget: int, params: Any, draft: Any) -> tuple[None, Tree]:
+    def propose(self, state: None, commit: Commit, budget: Budget, params: Any, draft: Any) -> tuple[None, Tree]:
         right = self.keep[self.calls % len(self.keep)]
         self.calls += 1
-        size = budget if right >= 0 else 0  # -1: nothing to propose
+        size = budget.nodes if right >= 0 else 0  # -1: nothing to propose
         tokens_BN = torch.zeros(len(self.rows), size, dtype=torch.int64)
         for b, (start, answer) in enumerate(self.rows):
             last = int(commit.counts_B[b]) - 1
@@ -584,7 +584,7 @@ def test_a_drafter_that_proposes_may_bring_rows_of_tokens(scripted: Any) -> None
         def init(self, prefill: Prefill) -> None:
             return None
 
-        def propose(self, state: None, commit: Commit, budget: int, params: Any, draft: Any) -> tuple[None, Tree]:
+        def propose(self, state: None, commit: Commit, budget: Budget, params: Any, draft: Any) -> tuple[None, Tree]:
             out, b = commit.extra_out, len(commit.counts_B)
             if out is not None:
                 last_B = commit.ids_BT[:, 0]

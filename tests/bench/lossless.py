@@ -2,7 +2,7 @@
 
 1. float64, a tiny random-weight target, 300 prompts x 64 tokens: every method x tree x batch {1, 4} against plain
    decoding in the same runtime. Random heads are mostly wrong, so a look-up of the known answers, partly made wrong,
-   rides along as one more drafter. Bar: not one differing token.
+   rides along as one more drafter, and so do the training-free ones. Bar: not one differing token.
 2. The real target in bf16, chains at a fixed width, K in {2, 4}, batch {1, 4}: the same ids and the same logits, bit by
    bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads; methods without
    one are tested with fresh heads. Bars: no differing id, no differing row of logits.
@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.sources import DataConfig, load_conversations
-from draftsmith.inference.load import load_drafter, read_export_config
+from draftsmith.inference.load import free_drafter, load_drafter, read_export_config
 from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate
 from draftsmith.inference.trees import TREES, fits
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models import METHODS
-from draftsmith.models.drafter import Commit, Prefill
+from draftsmith.models import METHODS, TRAINING_FREE
+from draftsmith.models.drafter import Budget, Commit, Prefill
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tree import Tree
 
@@ -64,17 +64,18 @@ class LookUp:
     def init(self, prefill: Prefill) -> None:
         return None
 
-    def propose(self, state: None, commit: Commit, budget: int, params: Any, draft: Any) -> tuple[None, Tree]:
+    def propose(self, state: None, commit: Commit, budget: Budget, params: Any, draft: Any) -> tuple[None, Tree]:
         self.turn += 1
-        right = (self.turn * 7) % (budget + 1)
+        n = budget.nodes
+        right = (self.turn * 7) % (n + 1)
         drafts = []
         for b, (start, answer) in enumerate(self.rows):
             last = max(int(commit.counts_B[b]) - 1, 0)
             at = int(commit.positions_BT[b, last]) + 1 - start
-            ahead = (answer[at + 1 :] + [0] * budget)[:budget]
+            ahead = (answer[at + 1 :] + [0] * n)[:n]
             drafts.append([x if j < right else (x + 1) % self.tokens for j, x in enumerate(ahead)])
         tokens_BN = torch.tensor(drafts)
-        steps_BN = torch.arange(budget).expand_as(tokens_BN)
+        steps_BN = torch.arange(n).expand_as(tokens_BN)
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
         return state, Tree(tokens_BN, steps_BN, steps_BN + 1, torch.zeros(tokens_BN.shape), valid_BN)
 
@@ -105,7 +106,9 @@ class Kept:
 
 
 def fresh(method: str, target: Target) -> Any:
-    """An untrained head, by fixed seed."""
+    """An untrained head, by fixed seed; or a drafter that has nothing to train."""
+    if method in TRAINING_FREE:
+        return free_drafter(method, target)
     torch.manual_seed(0)
     drafter = METHODS[method](METHODS[method].Config(), target.facts)
     drafter.init_from_target(target)
@@ -137,7 +140,7 @@ def drafter_for(name: str, target: Target, prompts: list[list[int]], want: list[
     """By method, folder, or the look-up of these answers."""
     if name == "look-up":
         return LookUp(prompts, [ids for ids, _ in want], target.facts.tokens)
-    return fresh(name, target) if name in METHODS else load_drafter(name, target)
+    return fresh(name, target) if name in METHODS or name in TRAINING_FREE else load_drafter(name, target)
 
 
 def run_batches(
@@ -171,7 +174,7 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
     prompts = random_prompts(prompts_n, target.facts.tokens)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     table = []
-    for method in [*METHODS, "look-up"]:
+    for method in [*METHODS, *TRAINING_FREE, "look-up"]:
         for tree, shape in SHAPES.items():
             if method == "look-up" and tree != "chain":
                 continue  # it proposes chains
@@ -209,7 +212,7 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
 def bits_fixed_width(kept: Kept, name: str, models: list[str], prompts_n: int, new: int) -> list[dict[str, Any]]:
     """Part 2."""
     trained = {model: read_export_config(model)["draftsmith"]["method"] for model in models}
-    drafters = [*models, *(m for m in METHODS if m not in trained.values()), "look-up"]
+    drafters = [*models, *(m for m in METHODS if m not in trained.values()), *TRAINING_FREE, "look-up"]
     cells = [(k, batch, drafter) for k in (2, 4) for batch in (1, 4) for drafter in drafters]
     made: list[Any] = []  # target and prompts, when something is left to do
     plain: dict[tuple[int, int], list[Answer]] = {}
