@@ -12,14 +12,18 @@ Letters of shape suffixes, for the whole repository (`hidden_BTD` has shape [bat
 
 from typing import Any
 
+from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .hydra import Hydra
 from .medusa import Medusa
+from .pard import Pard
 
 METHODS: dict[str, Any] = {
     "medusa": Medusa,
     "hydra": Hydra,
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "draft_model": DraftModel,
+    "pard": Pard,
 }

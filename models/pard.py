@@ -75,6 +75,7 @@ class Pard(nn.Module):
     method = "pard"
     Config = PardConfig
     draft_needs = frozenset({"ids"})
+    loss_needs = frozenset({"ids", "last_hidden", "teacher"})
     taps: tuple[int, ...] = ()
     d2t_W: Tensor | None
     t2d_V: Tensor | None
@@ -85,8 +86,8 @@ class Pard(nn.Module):
         self.config, self.facts = config, facts
         self.parallel = self.max_depth = config.depths
         self.objective = parse_objective(config.objective)
-        hard = all(name == "ce" for _, name in self.objective)
-        self.loss_needs = frozenset({"ids"}) if hard else frozenset({"ids", "last_hidden", "teacher"})
+        if all(name == "ce" for _, name in self.objective):
+            self.loss_needs = frozenset({"ids"})
         self.vocab = register_vocabulary(self, facts, draft_ids)
         self.body: Body | None = None
         if config.lm.architecture is not None:
@@ -135,8 +136,9 @@ class Pard(nn.Module):
     # Training
 
     def slots(self, batch: Batch) -> Slots:
-        """The masks behind the text that this step keeps, depths 2 and on: the text itself is depth 1."""
-        return cod(batch, self.config.depths, self.config.ratio, self.config.least)
+        """The masks behind the text that this step keeps, depths 2 and on: the text itself is depth 1. Held-out figures
+        (evaluation mode) are of all masks."""
+        return cod(batch, self.config.depths, self.config.ratio if self.training else 1.0, self.config.least)
 
     def predictions(self, slots: Slots, batch: Batch) -> Slots:
         """[B, T + Q] everything that predicts: the text's tokens, then the masks."""
@@ -152,8 +154,8 @@ class Pard(nn.Module):
         hidden_BTD = self.read(slots, batch)
         predictions = self.predictions(slots, batch)
         logits_RW = self.run.head(hidden_BTD.flatten(0, 1)[predictions.flat_R], self.d2t_W)
-        config = self.config
-        return score(logits_RW, predictions, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov)
+        config, maps = self.config, (self.d2t_W, self.t2d_V)
+        return score(logits_RW, predictions, batch, target_out, *maps, self.objective, config.oov, depths=config.depths)
 
     forward = loss
 

@@ -15,6 +15,7 @@ Test: pytest tests/test_draft_model.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -130,7 +131,7 @@ def settings_of(model: Any) -> dict[str, Any]:
         if key not in _DROPPED and not (value is None and usual.get(key) is None)
     }
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return given | {"architectures": [type(model).__name__], "tie_word_embeddings": tied}
+    return json.loads(json.dumps(given | {"architectures": [type(model).__name__], "tie_word_embeddings": tied}))
 
 
 def random_model(settings: dict[str, Any]) -> Any:
