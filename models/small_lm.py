@@ -35,7 +35,7 @@ SHARE_OF_LAYERS = 8  # by default one layer in so many is kept
 MOST_LAYERS = 1000  # more in a config.json is no small model but a mistake, or an attack
 
 # Settings of a config.json that say nothing about the computation, or would run other code than transformers' own.
-_DROPPED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_DROPPED = ("transformers_version", "dtype", "torch_dtype", "use_cache")
 _REFUSED = ("auto_map", "quantization_config", "attn_implementation")
 
 
@@ -128,7 +128,7 @@ def settings_of(model: Any) -> dict[str, Any]:
     given = {
         key: value
         for key, value in model.config.to_diff_dict().items()
-        if key not in _DROPPED and not (value is None and usual.get(key) is None)
+        if key not in _DROPPED and key[0] != "_" and not (value is None and usual.get(key) is None)
     }
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return json.loads(json.dumps(given | {"architectures": [type(model).__name__], "tie_word_embeddings": tied}))

@@ -123,4 +123,5 @@ EXPORTER = Exporter(
     slots=slots,
     unpack=unpack,
     serve=serve,
+    holds="draft model",
 )

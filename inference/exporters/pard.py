@@ -55,4 +55,5 @@ EXPORTER = Exporter(
     slots=draft_model.slots,
     unpack=unpack,
     serve=serve,
+    holds="parallel draft model",
 )
