@@ -638,7 +638,7 @@ def test_mask_inputs_show_the_anchor_and_nothing_else() -> None:
 def test_variable_prefix_shows_tokens_and_restarts_the_decay() -> None:
     """Block of 6: l of 2..5 tokens shown, drawn with 0.9 ** l; slots from l on have the loss, the first of them weight 1."""
     documents = [(i, 40, list(range(2, 40))) for i in range(30)]
-    batch = make_batch([documents[:15], documents[15:]])
+    batch = make_batch([documents[:15], documents[15:]], padding=8)
     plain = anchored(batch, legal_anchors(batch), range(6))
     slots, real_BQ = variable_prefix(plain, batch, 6)
     slots = weigh(slots, "exp", gamma=4.0)

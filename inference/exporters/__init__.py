@@ -11,6 +11,7 @@ from .hydra import EXPORTER as HYDRA
 from .layout import Exporter
 from .medusa import EXPORTER as MEDUSA
 from .pard import EXPORTER as PARD
+from .peagle import EXPORTER as PEAGLE
 
 EXPORTERS: dict[str, Exporter] = {
     "medusa": MEDUSA,
@@ -19,4 +20,5 @@ EXPORTERS: dict[str, Exporter] = {
     "eagle3": EAGLE3,
     "draft_model": DRAFT_MODEL,
     "pard": PARD,
+    "peagle": PEAGLE,
 }
