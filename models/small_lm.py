@@ -82,7 +82,7 @@ class Body:
 
     def bind(self, tokenizer: Any) -> Target:
         """Make it run with the tokenizer whose ids it reads. Raises ValueError when these do not fit its embedding."""
-        training = self.model.training
+        training = next(self.model.children()).training  # a drafter's mode is that of the parts
         self._run = Target(self.model, tokenizer, "the draft model", frozen=False)
         self.model.train(training)
         return self._run
