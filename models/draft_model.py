@@ -190,7 +190,7 @@ class DraftModel(nn.Module):
             return batch
         drawn_SN = self._sample(batch, spans, seed)
         ids_BT, supervised_BT = batch.ids_BT.clone(), batch.supervised_BT.clone()
-        ends = torch.tensor(self.facts.eos_ids, device=ids_BT.device)
+        ends = torch.tensor(self.facts.eos_ids, dtype=torch.int64, device=ids_BT.device)
         for span, drawn_N in zip(spans, drawn_SN, strict=True):
             fresh = slice(span.anchor + 1, span.end)
             drawn_N = drawn_N[: span.end - span.anchor - 1]

@@ -120,7 +120,9 @@ class Pard(nn.Module):
         """Take the target's tokenizer. Raises ValueError when the model's rows are not its."""
         if self.body is None or self.config.mask_id is None:
             raise ValueError("this PARD model has no weights yet: call init_from_target")
-        self.body.bind(target.tokenizer)
+        own = self.body.bind(target.tokenizer)
+        if own.facts.vocab != target.facts.vocab:
+            raise ValueError(f"pard: the model has {own.facts.vocab} rows, {target.facts.name} {target.facts.vocab}")
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pard:
         with tables_kept(self):
