@@ -29,6 +29,7 @@ from ..losses.objective import parse_objective
 from .cache import Cache
 from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
 from .layers import check_loss_settings, make_level, register_vocabulary
+from .mask_id import choose_mask_id
 from .slots import Denominator, MaskRule, Slots, cod, denominator, dense_mask, fill, real, score, weigh
 from .small_lm import Body, LMConfig, adopt, behind, random_model, small_model, tables_kept
 from .target import Target
@@ -49,7 +50,7 @@ class PardConfig:
     least: float = 0.2
     """Least share of a document's pairs that is kept at any depth (PARD, section 3.2: r_min)."""
     mask_id: int | None = None
-    """Id of the mask token, one that texts do not hold; null = the first row beyond the tokenizer, else its unknown token."""
+    """Id of the mask token, one that texts do not hold; null = chosen by the rule of models/mask_id.py."""
     objective: str = "ce"
     """Loss per slot (PARD: the data's tokens). With ce alone no state of the target is read."""
     denominator: Denominator = "slots"
@@ -104,14 +105,7 @@ class Pard(nn.Module):
                 f"pard: the model has {rows} rows and a vocabulary of its own, {target.facts.name} has "
                 f"{target.facts.vocab}: PARD and the engines that serve it need the target's (draft_model does not)"
             )
-        mask_id = self.config.mask_id
-        if mask_id is None:
-            mask_id = target.facts.tokens if target.facts.tokens < rows else target.tokenizer.unk_token_id
-        if mask_id is None or not 0 <= mask_id < rows:
-            raise ValueError(
-                f"pard: mask_id is {mask_id}, needed: an id of 0..{rows - 1} that texts do not hold, such as a reserved "
-                f"token of {target.facts.name}; set drafter.mask_id"
-            )
+        mask_id = choose_mask_id(target, self.config.mask_id, "pard")
         self.config = replace(self.config, lm=lm, mask_id=mask_id)
         self.body = adopt(self, model, lm)
         self.bind(target)

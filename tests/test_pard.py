@@ -155,11 +155,11 @@ def test_drafting_reads_the_text_alone(target: Target) -> None:
 
 
 def test_the_mask_token(tiny: Callable[..., Target]) -> None:
-    """Given; else the first row beyond the tokenizer; else its unknown token."""
+    """Given; else by the rule of mask_id.py: the first row beyond the tokenizer; of the tiny one its unknown token."""
     assert make(tiny(vocab=264, tokens=250)).config.mask_id == 250
     assert make(tiny()).config.mask_id == tiny().tokenizer.unk_token_id == MASK
     assert make(tiny(), mask_id=77).config.mask_id == 77
-    with pytest.raises(ValueError, match=r"mask_id is 256, needed: an id of 0\.\.255"):
+    with pytest.raises(ValueError, match=r"pard: mask_id 256 is no id of tiny, which has 0\.\.255"):
         make(tiny(), mask_id=256)
 
 
