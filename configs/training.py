@@ -271,6 +271,11 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"draft_vocab must be at least 1 or null, got {config.draft_vocab}")
     if config.states.source == "captured" and "module" in method.loss_needs:
         raise ValueError(f"method {config.method} needs gradients through the target: set states.source=live")
+    if config.states.source == "captured" and getattr(config.drafter, "live", False):
+        raise ValueError(
+            f"method {config.method} with these settings trains on text of its own: set states.source=live "
+            "(or drafter.on_policy=0)"
+        )
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

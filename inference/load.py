@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import typing
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 NEEDED = ("format", "method", "target", "config", "taps", "taps_convention", "train_length")
 SHARED_FACTS = ("width", "vocab", "tokens", "layers", "max_positions")  # must be the target's own, exactly
+SHARED_IDS = ("vocab", "tokens")  # of drafters that read text alone: any target with the same tokenizer will do
 
 
 def resolve(name: str, revision: str | None = None) -> Path:
@@ -206,14 +208,20 @@ def load_state(drafter: Any, state: Mapping[str, torch.Tensor], where: str) -> N
 
 def read_method_config(ours: Mapping[str, Any]) -> Any:
     """The method's own frozen Config from the export, unknown and missing keys refused by name."""
-    kind = METHODS[ours["method"]].Config
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    given = ours["config"]
+    return _read_settings(METHODS[ours["method"]].Config, ours["config"], ours["method"], "draftsmith.config")
+
+
+def _read_settings(kind: Any, given: Mapping[str, Any], method: str, where: str) -> Any:
+    """An instance of a settings class, those inside it included."""
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(kind)}
     if unknown := sorted(set(given) - set(fields)):
-        raise ValueError(
-            f"config.json: draftsmith.config has {', '.join(unknown)}, unknown to method {ours['method']!r}"
-        )
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+        raise ValueError(f"config.json: {where} has {', '.join(unknown)}, unknown to method {method!r}")
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(fields[name]):
+            values[name] = _read_settings(fields[name], value, method, f"{where}.{name}")
+    return kind(**values)
 
 
 def facts_of(drafter_facts: TargetFacts) -> dict[str, Any]:
@@ -226,18 +234,19 @@ def refuse_other_target(config: Mapping[str, Any], facts: TargetFacts) -> None:
     ours = config["draftsmith"]
     stated = ours["target"]
     now = facts_of(facts)
+    reads_text_alone = METHODS[ours["method"]].draft_needs <= {"ids"}
     faults = [
         f"{name}: head {stated.get(name)!r}, target {now[name]!r}"
-        for name in SHARED_FACTS
+        for name in (SHARED_IDS if reads_text_alone else SHARED_FACTS)
         if stated.get(name) != now[name]
     ]
     if stated.get("tokenizer_hash") and facts.tokenizer_hash and stated["tokenizer_hash"] != facts.tokenizer_hash:
         faults.append(f"tokenizer: head {stated['tokenizer_hash'][:12]}, target {facts.tokenizer_hash[:12]}")
-    if plain_rope(stated.get("rope")) != plain_rope(facts.rope):
+    if not reads_text_alone and plain_rope(stated.get("rope")) != plain_rope(facts.rope):
         faults.append(f"rope: head {plain_rope(stated.get('rope'))}, target {plain_rope(facts.rope)}")
     if outside := [k for k in ours["taps"] if not 0 <= k <= facts.layers]:
         faults.append(f"taps: head {outside}, target has h[0] to h[{facts.layers}]")
-    if (length := ours["train_length"]) and length > facts.max_positions:
+    if not reads_text_alone and (length := ours["train_length"]) and length > facts.max_positions:
         faults.append(f"training length: head {length}, target {facts.max_positions} positions")
     if faults:
         raise ValueError(f"this head was made for {stated.get('name')}, not for {facts.name}; " + "; ".join(faults))

@@ -14,12 +14,14 @@ drafters that have no weights and propose whole trees; one more of them also get
 from dataclasses import dataclass, field
 from typing import Any
 
+from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .hydra import Hydra
 from .lookahead import Lookahead, LookaheadConfig
 from .medusa import Medusa
 from .ngram import Ngram, NgramConfig
+from .pard import Pard
 from .peagle import PEagle
 from .recycling import Recycling, RecyclingConfig
 from .suffix import Suffix, SuffixConfig
@@ -29,6 +31,8 @@ METHODS: dict[str, Any] = {
     "hydra": Hydra,
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "draft_model": DraftModel,
+    "pard": Pard,
     "peagle": PEagle,
 }
 

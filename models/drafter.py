@@ -172,6 +172,9 @@ class Drafter(Protocol):
     Construction: `Method(config, facts, draft_ids=None)`; then `init_from_target(target)` copies what the recipe
     says (head rows, norms). `bind(target)` gives it what drafting reads of the target (embedding, head); the former
     ends with it, and whoever loads weights calls it. `forward` is `loss`, so that wrapped modules run it.
+    Optional: `rewrite(batch, progress) -> Batch` puts tokens of the drafter's own in the place of the data's before the
+    target reads a training batch; `denominators` are those of the data's batch (a Config with `live` True says that
+    states cannot be captured).
     """
 
     method: str

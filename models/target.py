@@ -56,15 +56,18 @@ class States:
 class Target(nn.Module):
     """A frozen causal language model and its tokenizer.
 
-    `name` is what exports record (a hub id, folder name or built-in name; never a path). Raises ValueError when the
-    model is not one that can be run exactly, and when tokenizer and embedding do not fit.
+    `name` is what exports record (a hub id, folder name or built-in name; never a path). `frozen` False leaves the
+    weights as trainable as they are: a drafter that is a language model runs it by the same protocol. Raises ValueError
+    when the model is not one that can be run exactly, and when tokenizer and embedding do not fit.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, name: str, revision: str | None = None, *, frozen: bool = True
+    ) -> None:
         super().__init__()
         config = model.config
         check_supported(config)
-        self.model: Any = model.requires_grad_(False)
+        self.model: Any = model.requires_grad_(False) if frozen else model
         self.tokenizer = tokenizer
         parts = find_parts(model, config)
         # In lists, so that the parts are not registered twice.
@@ -196,12 +199,15 @@ class Target(nn.Module):
         head = self._head[0]
         if ids is None:
             weight, bias = head.weight, head.bias
+        elif head.weight.requires_grad:  # rows that learn are read anew
+            weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
         else:
-            if self._head_rows is None or not torch.equal(self._head_rows[0], ids):
+            kept = self._head_rows
+            if kept is None or kept[1].dtype != head.weight.dtype or not torch.equal(kept[0], ids):
                 with torch.inference_mode(False):  # kept, and read by passes with gradients too
                     bias = None if head.bias is None else head.bias[ids]
-                    self._head_rows = (ids.clone(), head.weight[ids], bias)
-            _, weight, bias = self._head_rows
+                    kept = self._head_rows = (ids.clone(), head.weight[ids], bias)
+            _, weight, bias = kept
         logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
         config, family = self.model.config, self._family
         if family.scale is not None:

@@ -185,13 +185,18 @@ def logits_of_training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[di
 
     def run(drafter: Any, batch: Any, out: Any) -> list[dict[int, torch.Tensor]]:
         seen: dict[int, dict[int, torch.Tensor]] = {}
-        add, module = Scorer.add, sys.modules[type(drafter).__module__]
+        add, repeat, module = Scorer.add, Scorer.repeat, sys.modules[type(drafter).__module__]
         score = getattr(module, "score", None)
 
         def of_depth(self: Scorer, depth: int, logits_RW: torch.Tensor, feature_RD: Any = None) -> None:
             flat_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
             seen[depth] = {int(f): row.detach() for f, row in zip(flat_R, logits_RW, strict=True)}
             add(self, depth, logits_RW, feature_RD)
+
+        def again(self: Scorer, depth: int) -> None:
+            flat_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
+            seen[depth] = {int(f): seen[1][int(f) + depth - 1] for f in flat_R}
+            repeat(self, depth)
 
         def of_slots(logits_RW: torch.Tensor, slots: Any, batch: Any, *rest: Any, **options: Any) -> Any:
             row_R = slots.flat_R // slots.label_BQ.shape[1]
@@ -204,6 +209,7 @@ def logits_of_training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[di
 
         with monkeypatch.context() as patch:
             patch.setattr(Scorer, "add", of_depth)
+            patch.setattr(Scorer, "repeat", again)
             if score is not None:
                 patch.setattr(module, "score", of_slots)
             drafter.loss(batch, out, 0.0)

@@ -31,6 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 2},
     "eagle": {"steps": 2},
     "peagle": {"depths": 3, "layers": 2},
+    "draft_model": {"on_policy": 0.5},
+    "pard": {"depths": 3},
 }
 
 

@@ -22,6 +22,7 @@ from draftsmith.inference.exporters.layout import rope_keys
 from draftsmith.inference.load import load_drafter, read_export_config
 from draftsmith.models import METHODS
 from draftsmith.models.families import FAMILIES
+from draftsmith.models.small_lm import LMConfig
 
 VARIANTS = {
     "medusa": ("medusa", {"heads": 3, "layers": 2}, False),
@@ -39,6 +40,10 @@ VARIANTS = {
         {"steps": 2, "norm_before_fc": True, "norm_before_residual": True, "taps": (2, 4)},
         True,
     ),
+    "draft_model": ("draft_model", {"lm": LMConfig(layers=2)}, False),
+    "draft_model_frozen_reduced": ("draft_model", {"lm": LMConfig(train_embeddings=False)}, True),
+    "pard": ("pard", {"depths": 3, "lm": LMConfig(layers=2), "mask_id": 9}, False),
+    "pard_reduced": ("pard", {"depths": 4, "objective": "kl"}, True),
     "peagle": ("peagle", {"depths": 3, "layers": 2}, False),
     "peagle_reduced": (
         "peagle",
@@ -46,6 +51,8 @@ VARIANTS = {
         True,
     ),
 }
+
+CHECKPOINTS = ("draft_model", "pard")  # whole language models
 
 
 def make(target, method, options, reduced=False, seed=0):
@@ -113,7 +120,8 @@ def test_file_holds_exactly_what_the_form_lists(variant, tmp_path):
     assert header.keys() == slots.keys()
     assert all(header[name][1] == slot.shape for name, slot in slots.items())
     assert {dtype for dtype, _ in header.values()} <= {"BF16", "I64", "BOOL"}
-    assert not any(name.startswith("model.") for name in header)  # vLLM adds the prefix itself
+    if drafter.method not in CHECKPOINTS:
+        assert not any(name.startswith("model.") for name in header)  # vLLM adds the prefix itself
     ours = config["draftsmith"]
     assert not set(ours["absent"]) & set(header)
     trained = {name for name, parameter in drafter.named_parameters() if parameter.requires_grad}
@@ -308,6 +316,50 @@ def test_peagle_ships_a_table_with_the_masks_own_row(tiny, tmp_path):
             EXPORTERS["peagle"].slots(config | {"mask_token_id": bad})
 
 
+def test_language_models_are_ordinary_checkpoints(tiny, tmp_path):
+    """transformers loads the folder by itself; PARD's names its mask; a tied head is left out; both spellings of RoPE."""
+    from transformers import AutoModelForCausalLM
+
+    target = tiny(max_positions=512, tied=True)
+    for method, options in (("draft_model", {}), ("pard", {"mask_id": 9})):
+        drafter = make(target, method, {"lm": LMConfig(layers=2)} | options)
+        folder = save(drafter, target, tmp_path / method)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
+        assert config["vocab_size"] == 256 and config["tie_word_embeddings"] is True
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e4
+        assert config.get("pard_token") == (9 if method == "pard" else None)
+        assert (
+            "lm_head.weight" not in load_file(folder / WEIGHTS) and "lm_head.weight" in config["draftsmith"]["absent"]
+        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = torch.arange(10, 20)[None]
+        with torch.no_grad():
+            want = drafter.run.head(drafter.run.forward(ids, torch.arange(10)[None]).last_hidden_BTD)
+            torch.testing.assert_close(model(ids).logits, want)
+        assert load_drafter(str(folder), target).lm_head.weight.shape == (256, 48)
+    serve = EXPORTERS["pard"].serve(config, "t", "d", 4)
+    assert '"method": "draft_model"' in serve["vLLM"] and '"parallel_drafting": true' in serve["vLLM"]
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "words"),
+    [
+        ("draft_model", {"num_attention_heads": 2, "head_dim": 24}, "one architecture to engines"),
+        ("draft_model", {"rms_norm_eps": 1e-3}, "one architecture to engines"),
+        ("draft_model", {"num_hidden_layers": 10**9}, "1..1000"),
+        ("draft_model", {"auto_map": {"AutoModel": "x.y"}}, "auto_map not allowed"),
+        ("pard", {"pard_token": 8}, "pard_token is 8"),
+    ],
+)
+def test_a_checkpoint_that_says_two_things_is_refused(method, change, words, tiny, tmp_path):
+    target = tiny(max_positions=512)
+    folder = save(make(target, method, {}), target, tmp_path / "x")
+    edit_config(folder, lambda c: c.update(change))
+    with pytest.raises(ValueError, match=words):
+        load_drafter(str(folder), target)
+
+
 # B34: taps
 
 
@@ -444,6 +496,10 @@ def test_other_target_is_refused_with_both_values(variant, other, words, tiny, t
     target, drafter = variant
     folder = save(drafter, target, tmp_path / "x")
     stranger = tiny(**({"max_positions": 512} | other))
+    if drafter.draft_needs <= {"ids"} and not {"vocab", "tokens"} & set(other):  # reads the text alone
+        with pytest.warns(UserWarning, match="other weights"):
+            load_drafter(str(folder), stranger)
+        return
     with pytest.raises(ValueError) as refusal:
         load_drafter(str(folder), stranger)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
@@ -483,7 +539,8 @@ def test_card_is_written_from_the_run_and_scrubbed(variant, tmp_path, monkeypatc
     if drafter.method != "hydra":
         line = next(x for x in card.splitlines() if x.startswith("vllm serve"))
         spoken = json.loads(line.split("--speculative-config '")[1].split("'")[0])
-        assert spoken["method"] == drafter.method and spoken["num_speculative_tokens"] == 2
+        method = {"pard": "draft_model", "peagle": "eagle3"}.get(drafter.method, drafter.method)
+        assert spoken["method"] == method and spoken["num_speculative_tokens"] == 2
     run = yaml.safe_load((folder / "run.yaml").read_text())
     assert run["config"]["data"]["source"] == "train.jsonl" and run["config"]["wandb"]["api_key"] == "[removed]"
 

@@ -23,8 +23,15 @@ from draftsmith.models.layers import Rotary, keyed_uniform
 from draftsmith.models.supervision import Rows, Scorer
 from draftsmith.models.target import Target, document_mask
 
-DEPTHS = {"medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "steps", "peagle": "depths"}
-OPTIONS: dict[str, dict[str, Any]] = {"peagle": {"layers": 2, "ratio": 1.0}}  # every slot, every epoch
+DEPTHS = {
+    "medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "steps", "peagle": "depths", "draft_model": "depths",
+    "pard": "depths",
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
+    "peagle": {"layers": 2, "ratio": 1.0},
+    "pard": {"ratio": 1.0, "objective": "kl"},
+}
+TEXT = ("draft_model",)  # read the text as it stands: deeper pairs are those of depth 1, and no loss of their own
 SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
 
 
@@ -131,12 +138,15 @@ def test_pairs_of_rows_and_labels(method: str, target: Target, monkeypatch: Any)
     drafter = make(method, target)
     out = states(target, drafter, batch)
     pairs = scored_pairs(drafter, batch, out, monkeypatch)
-    assert {depth: [label for _, label, _ in pairs[depth]] for depth in pairs} == {1: [6, 7, 8], 2: [7, 8], 3: [8]}
+    counts = {"slots": 6.0} if method in SLOTTED else {"depth_1": 3.0, "depth_2": 2.0, "depth_3": 1.0}
+    labels = {1: [6, 7, 8], 2: [7, 8], 3: [8]}
+    if method in TEXT:
+        counts, labels = {"depth_1": 3.0}, {1: [6, 7, 8]}
+    assert {depth: [label for _, label, _ in pairs[depth]] for depth in pairs} == labels
     for depth in pairs:
         assert [state for state, _, _ in pairs[depth]] == [label - 1 - depth for _, label, _ in pairs[depth]]
         for _, label, teacher_V in pairs[depth]:  # the teacher of a label is the target after the token before it
             torch.testing.assert_close(teacher_V, target.head(out.last_hidden_BTD[0, label - 1]))
-    counts = {"slots": 6.0} if method in SLOTTED else {"depth_1": 3.0, "depth_2": 2.0, "depth_3": 1.0}
     assert drafter.denominators(batch, 0.0) == counts
 
 
@@ -164,7 +174,7 @@ def test_oracle_logits_cost_nothing_and_every_weight_learns(method: str, target:
         if method in SLOTTED:
             patch.setattr(module, "score", slot_oracle)
         losses = drafter(batch, states(target, drafter, batch), 0.0).losses
-    terms = ["slots"] if method in SLOTTED else [f"depth_{d}" for d in (1, 2, 3)]
+    terms = ["slots"] if method in SLOTTED else [f"depth_{d}" for d in ((1,) if method in TEXT else (1, 2, 3))]
     assert {name: float(loss.detach()) for name, loss in losses.items()} == dict.fromkeys(terms, 0.0)
     _, grads = gradients(drafter, [batch], target)
     assert all(grad is not None and float(grad.norm()) > 0 for grad in grads.values())

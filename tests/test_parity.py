@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.models import METHODS
 from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
+from draftsmith.models.small_lm import LMConfig
 from draftsmith.models.target import Target
 
 K = 4
@@ -34,10 +35,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-norm_before_residual": ("eagle3", {"steps": K, "norm_before_residual": True, "taps": (0, 2, 3, 4)}),
     "peagle": ("peagle", {"depths": K, "layers": 1, "kv_heads": 2}),
     "peagle-2": ("peagle", {"depths": K, "layers": 2, "fc_norm": True, "mask_id": 40}),
+    "draft_model": ("draft_model", {"depths": K}),
+    "draft_model-3": ("draft_model", {"depths": K, "lm": LMConfig(layers=3)}),
+    "pard": ("pard", {"depths": K}),
+    "pard-2": ("pard", {"depths": K, "lm": LMConfig(layers=2), "mask_id": 40, "objective": "kl"}),
     "peagle-options": ("peagle", {"depths": K, "layers": 3, "norm_before_fc": True, "norm_before_residual": True}),
 }
-AT_ONCE = {"medusa", "peagle"}  # every depth from `start`
-SLOTTED = {"peagle"}  # trained on slots
+AT_ONCE = {"medusa", "pard", "peagle"}  # every depth from `start`
+SLOTTED = {"pard", "peagle"}  # trained on slots
 DRAFT_IDS = torch.arange(3, 200, 3)
 
 
@@ -241,7 +246,7 @@ def test_an_option_of_the_recurrence_shows_at_step_2(target: Target, logits_of_t
     assert all((logits[0][1][f] - logits[1][1][f]).abs().max() > 1e-2 for f in logits[0][1])
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "hydra", "eagle", "peagle"])
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "hydra", "eagle", "peagle", "draft_model", "pard"])
 def test_ids_beyond_the_tokenizer_are_never_drafted(name: str, tiny: Callable[..., Target]) -> None:
     target = tiny(vocab=264, tokens=250)
     batch = make_batch([12])

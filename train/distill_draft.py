@@ -230,6 +230,8 @@ def states(
 ) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
     """The usable samples, and a function that gives the target's states of a batch of them."""
     needs_last = bool({"last_hidden", "teacher"} & drafter.loss_needs)
+    if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
+        return samples, lambda batch: TargetOut(head=target.head, embed=target.embed)
     if config.states.source == "captured" and samples:
         place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
         store = capture(

@@ -4,11 +4,13 @@ To add one: a file with an `EXPORTER` (see `layout.py`), and its line here. Expo
 iterate over the table, and so do tests/test_export.py and tests/test_check.py.
 """
 
+from .draft_model import EXPORTER as DRAFT_MODEL
 from .eagle import EXPORTER as EAGLE
 from .eagle3 import EXPORTER as EAGLE3
 from .hydra import EXPORTER as HYDRA
 from .layout import Exporter
 from .medusa import EXPORTER as MEDUSA
+from .pard import EXPORTER as PARD
 from .peagle import EXPORTER as PEAGLE
 
 EXPORTERS: dict[str, Exporter] = {
@@ -16,5 +18,7 @@ EXPORTERS: dict[str, Exporter] = {
     "hydra": HYDRA,
     "eagle": EAGLE,
     "eagle3": EAGLE3,
+    "draft_model": DRAFT_MODEL,
+    "pard": PARD,
     "peagle": PEAGLE,
 }

@@ -62,7 +62,8 @@ class Unpacked:
 
 @dataclass(frozen=True)
 class Exporter:
-    """One file form. `serve(config, target, draft, k)` gives command lines per engine; `loads` says which engines read it."""
+    """One file form. `serve(config, target, draft, k)` gives command lines per engine; `loads` says which engines read it,
+    `holds` what is in the file."""
 
     method: str
     form: str
@@ -71,6 +72,7 @@ class Exporter:
     slots: Callable[[Mapping[str, Any]], dict[str, Slot]]
     unpack: Callable[[Mapping[str, Any], dict[str, Tensor]], Unpacked]
     serve: Callable[[Mapping[str, Any], str, str, int], dict[str, str]]
+    holds: str = "draft head"
 
 
 @dataclass(frozen=True)
