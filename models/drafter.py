@@ -65,10 +65,12 @@ class TargetFacts:
 @dataclass
 class Terms:
     """What a `loss` returns: per term a *sum* (to be divided by its entry in `denominators`), and metrics as
-    (sum, count) pairs of detached tensors or floats."""
+    (sum, count) pairs of detached tensors or floats. `accept_R`: per scored row sum min(p, q), detached, for heads that
+    learn to foresee it."""
 
     losses: dict[str, Tensor]
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    accept_R: Tensor | None = None
 
 
 @dataclass

@@ -612,7 +612,7 @@ def score(
         bank = make_teacher(out.head, hidden_UD, log_z_U, top_U, d2t_W, t2d_V)
         loss, scored = fused_score(logits_RW, bank.rows(index_R, draft_R), objective, oov, weight_R)
         correct_R, accept_R, lost_R = scored.correct_R, scored.accept_R, scored.lost_R
-    terms = Terms({"slots": loss})
+    terms = Terms({"slots": loss}, accept_R=accept_R)
     group_R, groups, largest = _chains(slots)
     depths = max(depths or 0, largest)
     step_R = slots.drafted_BQ.flatten()[flat_R] - 1
