@@ -12,6 +12,8 @@ Letters of shape suffixes, for the whole repository (`hidden_BTD` has shape [bat
 
 from typing import Any
 
+from .dflash import DFlash
+from .dspark import DSpark
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .hydra import Hydra
@@ -22,4 +24,6 @@ METHODS: dict[str, Any] = {
     "hydra": Hydra,
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "dflash": DFlash,
+    "dspark": DSpark,
 }

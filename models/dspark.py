@@ -165,8 +165,8 @@ class DSparkState:
 
 
 class DSpark(nn.Module):
-    """A DSpark drafter; see `models/drafter.py` for the contract. With a slot head levels come one at a time, without
-    one `start` returns all."""
+    """A DSpark drafter; see `models/drafter.py` for the contract. `start` returns the levels of all depths; with a slot
+    head (`sequential`) only the first is corrected, and `extend` gives the others below the tokens taken."""
 
     method = "dspark"
     Config = DSparkConfig
@@ -187,8 +187,8 @@ class DSpark(nn.Module):
     def __init__(self, config: DSparkConfig, facts: TargetFacts, draft_ids: Tensor | None = None) -> None:
         super().__init__()
         self.config, self.facts = config, facts
-        self.max_depth = drafted_tokens(config)
-        self.parallel = self.max_depth if config.head == "none" else 1
+        self.parallel = self.max_depth = drafted_tokens(config)
+        self.sequential = config.head != "none"
         self.objective = parse_objective(config.objective)
         self.vocab = register_vocabulary(self, facts, draft_ids)
         build_backbone(self, config, facts, self.method)
@@ -345,20 +345,24 @@ class DSpark(nn.Module):
         return DSparkState(block, hidden_BKD, hidden_BKD, hidden_BKD, zeros_B1)
 
     def start(self, state: DSparkState, commit: Commit) -> tuple[DSparkState, Level]:
-        """Take in the committed rows; the level of depth 1 (without a slot head: of all depths)."""
+        """Take in the committed rows; the levels of all depths. With a slot head, those beyond the first are what the
+        backbone says alone, and their confidence is that behind its likeliest tokens."""
         hidden_BKD = draft_block(self, state.block, commit)
         logits_BKW = self.target_head(hidden_BKD, self.d2t_W)
+        valid_BK = (commit.counts_B > 0)[:, None].expand(-1, self.max_depth)
+        depth_BK = torch.arange(self.max_depth, device=hidden_BKD.device).expand(len(hidden_BKD), -1)
+        likely_BK = logits_BKW.argmax(-1) if self.d2t_W is None else self.d2t_W[logits_BKW.argmax(-1)]
+        before_BK = torch.cat([commit.anchor_B[:, None], likely_BK[:, :-1]], dim=1)
+        confidence_BK = self.confidence(hidden_BKD, before_BK, depth_BK)
         size = 0 if self.slot_head is None else self.slot_head.state_size
-        depth_B1 = torch.zeros_like(commit.anchor_B)[:, None]
-        state = DSparkState(state.block, hidden_BKD, logits_BKW, hidden_BKD.new_zeros(len(depth_B1), 1, size), depth_B1)
-        valid_B1 = (commit.counts_B > 0)[:, None]
-        if self.slot_head is None:
-            # A slot's confidence reads no token here, so that all depths can have theirs.
-            confidence_BK = self.confidence(hidden_BKD, depth_B1.expand(-1, self.max_depth), self.depths(depth_B1))
-            level = make_level(logits_BKW, valid_B1.expand(-1, self.max_depth), self.d2t_W, self.facts.tokens)
-            return state, replace(level, confidence_BN=confidence_BK)
-        head_B1S, level = self.below(state, commit.anchor_B[:, None], state.head_BMS, depth_B1, valid_B1)
-        return replace(state, head_BMS=head_B1S), level
+        head_B1S = hidden_BKD.new_zeros(len(hidden_BKD), 1, size)
+        state = DSparkState(state.block, hidden_BKD, logits_BKW, head_B1S, depth_BK[:, :1])
+        if self.slot_head is not None:
+            state.head_BMS, first_B1W = self.correct(state, commit.anchor_B[:, None], head_B1S, state.depth_BM)
+            logits_BKW = torch.cat([first_B1W, logits_BKW[:, 1:]], dim=1)
+        return state, replace(
+            make_level(logits_BKW, valid_BK, self.d2t_W, self.facts.tokens), confidence_BN=confidence_BK
+        )
 
     def extend(self, state: DSparkState, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[DSparkState, Level]:
         """Add nodes (target ids) below their parents; the levels below them (none after the last slot)."""
@@ -366,18 +370,35 @@ class DSpark(nn.Module):
             raise ValueError(f"dspark without a slot head gives all {self.parallel} levels at once: draft no deeper")
         rows_B1 = torch.arange(len(tokens_BN), device=tokens_BN.device)[:, None]
         depth_BN = state.depth_BM[rows_B1, parents_BN] + 1
-        head_BNS, level = self.below(
-            state, tokens_BN, state.head_BMS[rows_B1, parents_BN], depth_BN, depth_BN < self.max_depth
-        )
+        slot_BN = depth_BN.clamp(max=self.max_depth - 1)
+        head_BNS, logits_BNW = self.correct(state, tokens_BN, state.head_BMS[rows_B1, parents_BN], slot_BN)
+        confidence_BN = self.confidence(state.hidden_BKD[rows_B1, slot_BN], tokens_BN, slot_BN)
+        level = make_level(logits_BNW, depth_BN < self.max_depth, self.d2t_W, self.facts.tokens)
         head_BMS = torch.cat([state.head_BMS, head_BNS], dim=1)
-        return replace(state, head_BMS=head_BMS, depth_BM=torch.cat([state.depth_BM, depth_BN], dim=1)), level
+        state = replace(state, head_BMS=head_BMS, depth_BM=torch.cat([state.depth_BM, depth_BN], dim=1))
+        return state, replace(level, confidence_BN=confidence_BN)
+
+    def pair_scores(self, state: DSparkState, ids_BKC: Tensor, log_BKC: Tensor) -> Tensor:
+        """[B, K - 1, C, C] log-probability of candidate b (draft ids) of depth d + 2 after candidate a of depth d + 1, for
+        builders that grow a tree from all depths at once. A head with a state takes the first candidates before a as
+        drafted. Without a head: what `log_BKC` says."""
+        b, k, c = ids_BKC.shape
+        if self.slot_head is None:
+            return log_BKC[:, 1:, None].expand(b, k - 1, c, c)
+        tokens_BKC = ids_BKC if self.d2t_W is None else self.d2t_W[ids_BKC]
+        head_B1S, scores = state.head_BMS[:, :1], []
+        for d in range(1, k):
+            depth_BC = torch.full_like(tokens_BKC[:, 0], d)
+            head_BCS, logits_BCW = self.correct(state, tokens_BKC[:, d - 1], head_B1S.expand(b, c, -1), depth_BC)
+            valid_BC = torch.ones_like(depth_BC, dtype=torch.bool)
+            log_BCW = make_level(logits_BCW, valid_BC, self.d2t_W, self.facts.tokens).logits_BNW.log_softmax(-1)
+            scores.append(log_BCW.gather(2, ids_BKC[:, None, d].expand(b, c, c)))
+            head_B1S = head_BCS[:, :1]
+        return torch.stack(scores, dim=1)
 
     def reset(self, state: DSparkState, rows: Tensor) -> DSparkState:
         state.block.cache.reset(rows)
         return state
-
-    def depths(self, depth_B1: Tensor) -> Tensor:
-        return depth_B1 + torch.arange(self.max_depth, device=depth_B1.device)
 
     def confidence(self, hidden_BND: Tensor, previous_BN: Tensor, depth_BN: Tensor) -> Tensor | None:
         """[B, N] the calibrated chance that the token below a node (of `depth_BN`, 0 = the anchor) is accepted."""
@@ -386,21 +407,19 @@ class DSpark(nn.Module):
         logits_BN = self.confidence_logits(hidden_BND, previous_BN)
         if self.config.temperatures is not None:
             heat_K = torch.tensor(self.config.temperatures, dtype=logits_BN.dtype, device=logits_BN.device)
-            logits_BN = logits_BN / heat_K[depth_BN.clamp(max=self.max_depth - 1)]
+            logits_BN = logits_BN / heat_K[depth_BN]
         return logits_BN.sigmoid()
 
-    def below(
-        self, state: DSparkState, tokens_BN: Tensor, head_BNS: Tensor, depth_BN: Tensor, valid_BN: Tensor
-    ) -> tuple[Tensor, Level]:
-        """The slot head's state after nodes of `depth_BN`, and the level below them."""
+    def correct(
+        self, state: DSparkState, tokens_BN: Tensor, head_BNS: Tensor, slot_BN: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The slot head's state after the tokens, and the corrected logits of the slots behind them (`slot_BN`, 0-based
+        among those that predict, is also the tokens' own depth)."""
         assert self.slot_head is not None
         rows_B1 = torch.arange(len(tokens_BN), device=tokens_BN.device)[:, None]
-        slot_BN = depth_BN.clamp(max=self.max_depth - 1)
         hidden_BND = state.hidden_BKD[rows_B1, slot_BN]
-        head_BNS, code_BNC = self.slot_head.step(head_BNS, hidden_BND, tokens_BN, depth_BN + 1, self.target_embed)
-        logits_BNW = self.slot_head.correct(state.logits_BKW[rows_B1, slot_BN], code_BNC)
-        level = make_level(logits_BNW, valid_BN, self.d2t_W, self.facts.tokens)
-        return head_BNS, replace(level, confidence_BN=self.confidence(hidden_BND, tokens_BN, depth_BN))
+        head_BNS, code_BNC = self.slot_head.step(head_BNS, hidden_BND, tokens_BN, slot_BN + 1, self.target_embed)
+        return head_BNS, self.slot_head.correct(state.logits_BKW[rows_B1, slot_BN], code_BNC)
 
 
 # Sequential temperature scaling

@@ -4,6 +4,8 @@ To add one: a file with an `EXPORTER` (see `layout.py`), and its line here. Expo
 iterate over the table, and so do tests/test_export.py and tests/test_check.py.
 """
 
+from .dflash import EXPORTER as DFLASH
+from .dspark import EXPORTER as DSPARK
 from .eagle import EXPORTER as EAGLE
 from .eagle3 import EXPORTER as EAGLE3
 from .hydra import EXPORTER as HYDRA
@@ -15,4 +17,6 @@ EXPORTERS: dict[str, Exporter] = {
     "hydra": HYDRA,
     "eagle": EAGLE,
     "eagle3": EAGLE3,
+    "dflash": DFLASH,
+    "dspark": DSPARK,
 }
