@@ -18,6 +18,7 @@ from .eagle import Eagle
 from .eagle3 import Eagle3
 from .hydra import Hydra
 from .medusa import Medusa
+from .peagle import PEagle
 
 METHODS: dict[str, Any] = {
     "medusa": Medusa,
@@ -26,4 +27,5 @@ METHODS: dict[str, Any] = {
     "eagle3": Eagle3,
     "dflash": DFlash,
     "dspark": DSpark,
+    "peagle": PEagle,
 }

@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hydra": {"heads": 2},
     "medusa": {"heads": 2},
     "eagle": {"steps": 2},
+    "peagle": {"depths": 3, "layers": 2},
 }
 
 

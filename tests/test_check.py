@@ -32,6 +32,7 @@ OPTIONS = {
     "hydra": {"heads": 3, "prefix": True},
     "eagle": {"steps": 4},
     "eagle3": {"steps": 4, "taps": (1, 2, 3), "fc_norm": True},
+    "peagle": {"depths": 4, "layers": 2, "fc_norm": True},
 }
 
 
@@ -80,7 +81,7 @@ def test_an_export_agrees_with_itself(exported, capsys):
     assert "100.0 %" in capsys.readouterr().out
 
 
-def test_stored_logits_are_those_the_loss_is_computed_from(exported, monkeypatch):
+def test_stored_logits_are_those_the_loss_is_computed_from(exported, logits_of_training, monkeypatch):
     """Training's own forward pass, teacher-forced on the stored texts, with the weights as the file holds them."""
     target, drafter, folder = exported
     stored = read_replay(folder)
@@ -97,20 +98,13 @@ def test_stored_logits_are_those_the_loss_is_computed_from(exported, monkeypatch
     )
     states = target.forward(ids_ST, batch.positions_BT, taps=drafter.taps)
     out = TargetOut(states.taps_BTPD, states.last_hidden_BTD, head=target.head, embed=target.embed)
-    seen = {}
-
-    def spy(self, depth, logits_RW, feature_RD=None):
-        for flat, row in zip(self.rows.flat_R[self.rows.pairs[depth - 1]].tolist(), logits_RW, strict=True):
-            seen[depth, flat] = row.detach()
-
-    monkeypatch.setattr(Scorer, "add", spy)
     monkeypatch.setattr(Scorer, "terms", lambda self: None)
-    drafter.loss(batch, out, 0.0)
+    seen = logits_of_training(drafter, batch, out)
     t2d = {int(i): w for w, i in enumerate(drafter.d2t_W)}
     compared = 0
     for row, (text, at) in enumerate(stored["positions"].tolist()):
         for k in range(stored["top_ids"].shape[1]):
-            if (logits_W := seen.get((k + 1, text * t + at))) is None:
+            if (logits_W := seen[k].get(text * t + at)) is None:
                 continue
             columns = [t2d[i] for i in stored["top_ids"][row, k].tolist()]
             torch.testing.assert_close(logits_W[columns], stored["top_logits"][row, k], rtol=0, atol=1e-4)
@@ -129,6 +123,11 @@ FAULTS = {
         ("midlayer.hidden_norm.weight", torch.ones_like),
         ("fc_norm.1.weight", torch.ones_like),
         ("midlayer.mlp.down_proj.weight", torch.zeros_like),
+    ],
+    "peagle": [
+        ("mask_hidden", lambda t: t.roll(1, 2)),
+        ("layers.0.hidden_norm.weight", torch.ones_like),
+        ("layers.1.input_layernorm.weight", torch.ones_like),
     ],
 }
 

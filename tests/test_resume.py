@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hydra": {"heads": 2, "dropout": 0.2},  # dropout draws from torch's generator: that is part of the state
     "medusa": {"heads": 2},
     "eagle": {"steps": 2},
+    "peagle": {"depths": 3, "layers": 2},
 }
 
 

@@ -11,6 +11,7 @@ from .eagle3 import EXPORTER as EAGLE3
 from .hydra import EXPORTER as HYDRA
 from .layout import Exporter
 from .medusa import EXPORTER as MEDUSA
+from .peagle import EXPORTER as PEAGLE
 
 EXPORTERS: dict[str, Exporter] = {
     "medusa": MEDUSA,
@@ -19,4 +20,5 @@ EXPORTERS: dict[str, Exporter] = {
     "eagle3": EAGLE3,
     "dflash": DFLASH,
     "dspark": DSPARK,
+    "peagle": PEAGLE,
 }
