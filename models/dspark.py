@@ -191,11 +191,15 @@ class DSpark(nn.Module):
         self.sequential = config.head != "none"
         self.objective = parse_objective(config.objective)
         self.vocab = register_vocabulary(self, facts, draft_ids)
+        markov = config.head in ("markov", "gated", "rnn")
+        self.confidence_head: Confidence | None = None
+        if config.confidence:
+            self.confidence_head = Confidence(facts.width + markov * config.rank)
         build_backbone(self, config, facts, self.method)
         # Under the names of the checkpoints, and beside them as one object that has the interface of slot heads.
         self.markov_head: Markov | None = None
         self._slot_head: list[SlotHead] = []
-        if config.head in ("markov", "gated", "rnn"):
+        if markov:
             self.markov_head = Markov(config.head, facts.width, facts.vocab, self.vocab, config.rank)
             self._slot_head = [self.markov_head]
         elif config.head == "gru":
@@ -205,9 +209,6 @@ class DSpark(nn.Module):
         elif config.head == "pairs":
             self.pair_head = Pairs(facts.width, facts.vocab, self.vocab, config.rank, config.candidates)
             self._slot_head = [self.pair_head]
-        self.confidence_head: Confidence | None = None
-        if config.confidence:
-            self.confidence_head = Confidence(facts.width + (config.rank if self.markov_head is not None else 0))
 
     @property
     def slot_head(self) -> SlotHead | None:

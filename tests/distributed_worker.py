@@ -31,6 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 2},
     "eagle": {"steps": 2},
     "peagle": {"depths": 3, "layers": 2},
+    "dflash": {"block": 4, "layers": 1, "anchors": 4},
+    "dspark": {"block": 3, "layers": 1, "anchors": 4, "rank": 8},
 }
 
 

@@ -33,6 +33,8 @@ OPTIONS = {
     "eagle": {"steps": 4},
     "eagle3": {"steps": 4, "taps": (1, 2, 3), "fc_norm": True},
     "peagle": {"depths": 4, "layers": 2, "fc_norm": True},
+    "dflash": {"block": 5, "layers": 2},
+    "dspark": {"block": 4, "layers": 1, "head": "rnn", "rank": 8},
 }
 
 
@@ -123,6 +125,18 @@ FAULTS = {
         ("midlayer.hidden_norm.weight", torch.ones_like),
         ("fc_norm.1.weight", torch.ones_like),
         ("midlayer.mlp.down_proj.weight", torch.zeros_like),
+    ],
+    "dflash": [
+        ("fc.weight", lambda t: t.roll(48, 1)),
+        ("norm.weight", torch.ones_like),
+        ("hidden_norm.weight", torch.ones_like),
+        ("layers.1.self_attn.k_norm.weight", torch.ones_like),
+        ("layers.0.mlp.down_proj.weight", torch.zeros_like),
+    ],
+    "dspark": [
+        ("fc.weight", lambda t: t.roll(48, 1)),
+        ("markov_head.markov_w1.weight", lambda t: t.roll(1, 0)),
+        ("markov_head.joint_proj.bias", torch.zeros_like),
     ],
     "peagle": [
         ("mask_hidden", lambda t: t.roll(1, 2)),

@@ -5,6 +5,7 @@ pytest tests/test_dflash.py
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
 def spied_loss(drafter: Any, batch: Batch, out: TargetOut, monkeypatch: Any) -> tuple[Any, Tensor, Any]:
     """The terms, the logits that the (last) score was computed from, and its slots."""
     seen: list[Any] = []
-    module = __import__(type(drafter).__module__, fromlist=["score"])
+    module: Any = sys.modules[type(drafter).__module__]
     real_score = module.score
 
     def spy(logits_RW: Tensor, slots: Any, *rest: Any, **named: Any) -> Any:
@@ -128,6 +129,46 @@ def test_causal_blocks_do_not_depend_on_their_length(target: Target) -> None:
             _, level = drafter.start(drafter.init(Prefill(1, 30, torch.device("cpu"), torch.float32)), commit)
             levels.append(level.logits_BNW[0, :3])
         assert torch.allclose(levels[0], levels[1], atol=1e-5) == causal
+
+
+def test_a_draft_by_hand(target: Target) -> None:
+    """The whole forward pass of one block, written out with plain operations from the tensors of the export's names."""
+    drafter = make(target, kv_heads=2, taps=(1, 3)).eval()
+    w = drafter.state_dict()
+    batch = make_batch([])
+    out = states(target, drafter, batch)
+    known = 9  # tokens before the anchor
+    commit = Commit(
+        batch.ids_BT[:, :known], torch.tensor([known]), batch.positions_BT[:, :known], batch.ids_BT[:, known],
+        out.taps_BTPD[:, :known],
+    )  # fmt: skip
+    _, level = drafter.start(drafter.init(Prefill(1, 30, torch.device("cpu"), torch.float32)), commit)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + target.facts.norm_eps).rsqrt() * w[f"{name}.weight"]
+
+    def turn(x: Tensor, positions: list[int]) -> Tensor:  # [T, H, 12]
+        angle = torch.tensor(positions).float()[:, None] * 10000.0 ** (-torch.arange(0, 12, 2) / 12)
+        cos, sin = angle.cos()[:, None].repeat(1, 1, 2), angle.sin()[:, None].repeat(1, 1, 2)
+        return x * cos + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin
+
+    context = norm(out.taps_BTPD[0, :known].flatten(1) @ w["fc.weight"].T, "hidden_norm")
+    ids = torch.tensor([int(batch.ids_BT[0, known]), 0, 0, 0])
+    x, before, own = target.embed(ids), list(range(known)), list(range(known, known + 4))
+    for i in range(2):
+        name = f"layers.{i}.self_attn"
+        h = norm(x, f"layers.{i}.input_layernorm")
+        both = torch.cat([context, h])
+        q = turn(norm((h @ w[f"{name}.q_proj.weight"].T).view(4, 4, 12), f"{name}.q_norm"), own)
+        k = turn(norm((both @ w[f"{name}.k_proj.weight"].T).view(-1, 2, 12), f"{name}.k_norm"), before + own)
+        v = (both @ w[f"{name}.v_proj.weight"].T).view(-1, 2, 12)
+        heads = [(q[:, j] @ k[:, j // 2].T / 12**0.5).softmax(-1) @ v[:, j // 2] for j in range(4)]
+        x = x + torch.cat(heads, 1) @ w[f"{name}.o_proj.weight"].T
+        h = norm(x, f"layers.{i}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(h @ w[f"layers.{i}.mlp.gate_proj.weight"].T)
+        x = x + (gate * (h @ w[f"layers.{i}.mlp.up_proj.weight"].T)) @ w[f"layers.{i}.mlp.down_proj.weight"].T
+    want = norm(x, "norm")[1:] @ target.head_weight.T
+    torch.testing.assert_close(level.logits_BNW[0], want, atol=1e-4, rtol=1e-4)
 
 
 # What it predicts

@@ -4,6 +4,7 @@ pytest tests/test_dspark.py
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,26 +12,69 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_dflash import make, make_batch, spied_loss, states
 from torch import Tensor
 
-from draftsmith.models.drafter import Commit, Prefill
-from draftsmith.models.dspark import DSparkConfig, calibration_error, sequential_temperatures
+from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
+from draftsmith.models.dspark import DSpark, DSparkConfig, calibration_error, sequential_temperatures
 from draftsmith.models.slots import at
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, document_mask
 
 HEADS = ("markov", "gated", "rnn", "gru", "pairs", "none")
-SMALL = {"rank": 8, "gru_size": 10, "candidates": 6}
 DRAFT_IDS = torch.arange(3, 200, 3)
+
+
+def spark(target: Target, head: str = "markov", draft_ids: Tensor | None = None, **options: Any) -> Any:
+    """Random weights everywhere, so that no part is idle."""
+    torch.manual_seed(3)
+    options = {
+        "layers": 2,
+        "block": 4,
+        "anchors": None,
+        "rank": 8,
+        "gru_size": 10,
+        "candidates": 6,
+        "head": head,
+    } | options
+    drafter = DSpark(DSparkConfig(**options), target.facts, draft_ids)
+    drafter.init_from_target(target)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter += 0.2 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+    return drafter
+
+
+def make_batch(supervised: list[int], n: int = 14, seed: int = 0) -> Batch:
+    torch.manual_seed(seed)
+    flags = torch.zeros(1, n, dtype=torch.bool)
+    flags[0, supervised] = True
+    return Batch(torch.randint(3, 250, (1, n)), flags, torch.arange(n)[None], torch.full((1, n), 4))
+
+
+def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
+    see_BTT = document_mask(batch.samples_BT)
+    out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
+    return TargetOut(out.taps_BTPD, out.last_hidden_BTD, head=target.head, embed=target.embed)
+
+
+def spied_loss(drafter: Any, batch: Batch, out: TargetOut, monkeypatch: Any) -> tuple[Any, Tensor, Any]:
+    """The terms, the logits that the (last) score was computed from, and its slots."""
+    seen: list[Any] = []
+    module: Any = sys.modules[type(drafter).__module__]
+    real_score = module.score
+
+    def spy(logits_RW: Tensor, slots: Any, *rest: Any, **named: Any) -> Any:
+        seen.append((logits_RW.detach(), slots))
+        return real_score(logits_RW, slots, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "score", spy)
+        terms = drafter(batch, out, 0.0)
+    return terms, *seen[-1]
 
 
 @pytest.fixture
 def target(tiny: Callable[..., Target]) -> Target:
     return tiny()
-
-
-def spark(target: Target, head: str = "markov", draft_ids: Tensor | None = None, **options: Any) -> Any:
-    return make(target, "dspark", draft_ids, head=head, **SMALL | options)
 
 
 # Loss

@@ -24,7 +24,12 @@ from draftsmith.models.supervision import Rows, Scorer
 from draftsmith.models.target import Target, document_mask
 
 DEPTHS = {"medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "steps", "peagle": "depths"}
-OPTIONS: dict[str, dict[str, Any]] = {"peagle": {"layers": 2, "ratio": 1.0}}  # every slot, every epoch
+DEPTHS |= {"dflash": "block", "dspark": "block"}
+OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
+    "peagle": {"layers": 2, "ratio": 1.0},
+    "dflash": {"layers": 2, "anchors": None, "sample_from_anchor": True, "objective": "kl"},
+    "dspark": {"layers": 2, "anchors": None, "rank": 8, "confidence": False},  # tests/test_dspark.py has that one
+}
 SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
 
 
@@ -278,10 +283,11 @@ def test_overfits_32_tokens_and_drafts_them(method: str, reduced: bool, target: 
         state, level = drafter.start(state, commit)
         drafted: list[int] = []
         for k in range(3):
-            row_W = level.logits_BNW[0, k if drafter.parallel > 1 else -1]
+            asks = drafter.parallel == 1 or getattr(drafter, "sequential", False)
+            row_W = level.logits_BNW[0, 0 if asks else k]
             best = int(row_W.argmax())
             drafted.append(best if drafter.d2t_W is None else int(drafter.d2t_W[best]))
-            if drafter.parallel == 1 and k < 2:
+            if asks and k < 2:
                 state, level = drafter.extend(state, torch.tensor([[drafted[-1]]]), torch.tensor([[k]]))
         assert drafted == ids[seen + 1 : seen + 4]
         at, seen = seen, seen + 4

@@ -45,6 +45,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 2},
     "eagle": {"steps": 2},
     "peagle": {"depths": 3, "layers": 2},
+    "dflash": {"block": 4, "layers": 1, "anchors": 3, "variable_prefix": True},
+    "dspark": {"block": 3, "layers": 1, "anchors": 3, "rank": 8},
 }
 
 
