@@ -43,6 +43,13 @@ def spark(target: Target, head: str = "markov", draft_ids: Tensor | None = None,
     return drafter
 
 
+def bare(drafter: Any, target: Target) -> Any:
+    """The same backbone without heads."""
+    twin = spark(target, "none", drafter.d2t_W, confidence=False)
+    twin.load_state_dict({n: t for n, t in drafter.state_dict().items() if n in twin.state_dict()})
+    return twin.train(drafter.training)
+
+
 def make_batch(supervised: list[int], n: int = 14, seed: int = 0) -> Batch:
     torch.manual_seed(seed)
     flags = torch.zeros(1, n, dtype=torch.bool)
@@ -144,8 +151,7 @@ def test_domino_goes_over_to_the_corrected_logits(target: Target, monkeypatch: A
     assert ends[0.0]["base"] != pytest.approx(ends[1.0]["slots"], rel=1e-3)
     assert drafter.denominators(batch, 0.0).keys() == {"slots", "base"}
     _, corrected, slots = spied_loss(drafter, batch, out, monkeypatch)  # the last score, that of the figures
-    plain = spark(target, "none", objective="ce", confidence=False)
-    _, base, _ = spied_loss(plain, batch, out, monkeypatch)
+    _, base, _ = spied_loss(bare(drafter, target), batch, out, monkeypatch)
     first_R = slots.drafted_BQ[0, slots.flat_R] == 1
     torch.testing.assert_close(corrected[first_R], base[first_R])  # depth 1 is left to the backbone
     assert bool((corrected[~first_R] != base[~first_R]).any(-1).all())
@@ -155,11 +161,12 @@ def test_domino_goes_over_to_the_corrected_logits(target: Target, monkeypatch: A
 def test_selector_loss_by_hand(reduced: bool, target: Target, monkeypatch: Any) -> None:
     batch = make_batch([5, 6, 7, 8, 9, 10])
     if reduced:
-        batch.ids_BT[0, 6] = 1  # outside the draft vocabulary
-    drafter = spark(target, "pairs", DRAFT_IDS if reduced else None, candidates=40, confidence=False)
+        batch.ids_BT[0, 6:11] = torch.tensor([1, 9, 60, 120, 150])  # the first is outside the draft vocabulary
+    count = 40 if reduced else 128
+    drafter = spark(target, "pairs", DRAFT_IDS if reduced else None, candidates=count, confidence=False)
     out = states(target, drafter, batch)
     terms, logits, slots = spied_loss(drafter, batch, out, monkeypatch)
-    assert bool((logits.isfinite().sum(-1) == 40).all())  # a draft has no mass outside the candidates
+    assert bool((logits.isfinite().sum(-1) == count).all())  # a draft has no mass outside the candidates
     labels = batch.ids_BT[0, slots.label_BQ[0, slots.flat_R]].tolist()
     place = {int(i): w for w, i in enumerate(DRAFT_IDS if reduced else torch.arange(256))}
     by_hand, counted = 0.0, 0
@@ -170,8 +177,7 @@ def test_selector_loss_by_hand(reduced: bool, target: Target, monkeypatch: Any) 
             by_hand -= math.exp(-(drafted - 1) / 4) * float(row[place[label]])
             counted += 1
     assert float(terms.losses["slots"].detach()) == pytest.approx(by_hand, rel=1e-5) and 0 < counted < len(labels)
-    plain = spark(target, "none", DRAFT_IDS if reduced else None, confidence=False)
-    base = plain(batch, out, 0.0).losses["slots"]
+    base = bare(drafter, target)(batch, out, 0.0).losses["slots"]
     assert float(terms.losses["base"].detach()) == pytest.approx(float(base.detach()), rel=1e-5)
     sum(terms.losses.values()).backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in drafter.parameters())
@@ -197,12 +203,12 @@ def draft(drafter: Any, target: Target, rows: int = 2) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_start_gives_all_depths_and_extend_corrects_them(head: str, target: Target) -> None:
-    drafter, plain = spark(target, head).eval(), spark(target, "none").eval()
+    drafter = spark(target, head).eval()
     _, state, level = draft(drafter, target)
-    _, _, bare = draft(plain, target)
+    _, _, plain = draft(bare(drafter, target), target)
     assert drafter.parallel == drafter.max_depth == 4 and drafter.sequential == (head != "none")
     assert level.logits_BNW.shape == (2, 4, 256) and level.confidence_BN.shape == (2, 4)
-    torch.testing.assert_close(level.logits_BNW[:, 1:], bare.logits_BNW[:, 1:])  # the backbone's own
+    torch.testing.assert_close(level.logits_BNW[:, 1:], plain.logits_BNW[:, 1:])  # the backbone's own
     if head == "none":
         with pytest.raises(ValueError, match="all 4 levels at once"):
             drafter.extend(state, torch.tensor([[1], [1]]), torch.tensor([[0], [0]]))
@@ -210,7 +216,7 @@ def test_start_gives_all_depths_and_extend_corrects_them(head: str, target: Targ
     state, below = drafter.extend(state, torch.tensor([[7, 9], [7, 9]]), torch.tensor([[0, 0], [0, 0]]))
     assert bool((below.logits_BNW[:, 0] != below.logits_BNW[:, 1]).any(-1).all()) and bool(below.valid_BN.all())
     for depth in (2, 3):
-        state, below = drafter.extend(state, torch.tensor([[4], [4]]), torch.full((2, 1), 2 * (depth - 1)))
+        state, below = drafter.extend(state, torch.tensor([[4], [4]]), torch.full((2, 1), depth))
         assert bool(below.valid_BN.all())
     _, below = drafter.extend(state, torch.tensor([[4], [4]]), torch.full((2, 1), 4))
     assert not below.valid_BN.any()  # below the last slot there is nothing
@@ -290,14 +296,16 @@ def test_sequential_temperatures_undo_overconfidence() -> None:
     sharp = true * torch.tensor(factors)
     found = sequential_temperatures(sharp, accept)
     for heat, factor in zip(found, factors, strict=True):
-        assert 0.8 * factor <= heat <= 1.25 * factor
+        assert 0.7 * factor <= heat <= 1.4 * factor
     happened = accept.cumprod(1)
     for k in range(4):
         raw = sharp.sigmoid().cumprod(1)[:, k]
         fitted = (sharp / torch.tensor(found)).sigmoid().cumprod(1)[:, k]
-        assert float(calibration_error(fitted, happened[:, k])) < 0.02
-        assert factors[k] == 1.0 or float(calibration_error(raw, happened[:, k])) > 0.02
-    assert sequential_temperatures(true[:1], torch.ones(1, 4))[0] < 1  # more confidence where all was accepted
+        error = float(calibration_error(fitted, happened[:, k]))
+        assert error < 0.02 and error < float(calibration_error(raw, happened[:, k]))
+    assert (
+        sequential_temperatures(torch.ones(1, 4), torch.ones(1, 4)) == (0.125,) * 4
+    )  # all accepted: as sure as can be
 
 
 def test_calibrate_reads_whole_blocks_of_held_out_data(target: Target) -> None:
