@@ -365,7 +365,9 @@ def cod(
         inner_X = label_X.clamp(max=batch.ids_BT.shape[1] - 1)
         alive_X = (kept_X & (label_X <= end_X) & (gap_BT[row_X, inner_X] == gap_X)).nonzero()[:, 0]
         turn_A, _ = _ranks(unit_X[alive_X], rank_X[alive_X])
-        quota_A = (seeds_X[alive_X].double() * max(ratio**j, least) + 1e-9).long()  # 10 * 0.7 is 7, whatever its last bit
+        quota_A = (
+            seeds_X[alive_X].double() * max(ratio**j, least) + 1e-9
+        ).long()  # 10 * 0.7 is 7, whatever its last bit
         kept_X = torch.zeros_like(kept_X)
         kept_X[alive_X[turn_A < quota_A]] = True
         chosen.append((row_X[kept_X], at_X[kept_X], torch.full_like(row_X[kept_X], j)))
@@ -804,6 +806,8 @@ def attend_slots(
         k_BGSd, v_BGSd = (torch.cat([*before[i], context[i], own[i]], dim=2) for i in range(2))
         run = _flex_attention(q_BHQd.device.type == "cuda")
         return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared)
+    if not mask.parts:  # no slot in the whole batch: every input takes part all the same, with gradient zero
+        return q_BHQd + 0 * sum(x.sum() for x in (*context, *own))
     outs = []
     for part in mask.parts:
         k_BGSd, v_BGSd = (
@@ -811,4 +815,4 @@ def attend_slots(
         )
         q_BHqd, see_B1qS = q_BHQd[:, :, part.queries], part.see_BQS[:, None]
         outs.append(F.scaled_dot_product_attention(q_BHqd, k_BGSd, v_BGSd, see_B1qS, enable_gqa=shared))
-    return torch.cat(outs, dim=2) if outs else q_BHQd
+    return torch.cat(outs, dim=2)
