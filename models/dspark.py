@@ -352,9 +352,12 @@ class DSpark(nn.Module):
         logits_BKW = self.target_head(hidden_BKD, self.d2t_W)
         valid_BK = (commit.counts_B > 0)[:, None].expand(-1, self.max_depth)
         depth_BK = torch.arange(self.max_depth, device=hidden_BKD.device).expand(len(hidden_BKD), -1)
-        likely_BK = logits_BKW.argmax(-1) if self.d2t_W is None else self.d2t_W[logits_BKW.argmax(-1)]
-        before_BK = torch.cat([commit.anchor_B[:, None], likely_BK[:, :-1]], dim=1)
-        confidence_BK = self.confidence(hidden_BKD, before_BK, depth_BK)
+        confidence_BK = None
+        if self.confidence_head is not None:
+            likely_BK = logits_BKW[:, :-1].argmax(-1)
+            likely_BK = likely_BK if self.d2t_W is None else self.d2t_W[likely_BK]
+            before_BK = torch.cat([commit.anchor_B[:, None], likely_BK], dim=1)
+            confidence_BK = self.confidence(hidden_BKD, before_BK, depth_BK)
         size = 0 if self.slot_head is None else self.slot_head.state_size
         head_B1S = hidden_BKD.new_zeros(len(hidden_BKD), 1, size)
         state = DSparkState(state.block, hidden_BKD, logits_BKW, head_B1S, depth_BK[:, :1])

@@ -72,7 +72,7 @@ def keep_likeliest(logits_XW: Tensor, base_XW: Tensor, count: int | None) -> Ten
 class Markov(nn.Module):
     """The three heads of DSpark. `markov_w1` [V, r] reads target ids, `markov_w2` [W, r] writes draft ids."""
 
-    candidates = None
+    candidates: int | None = None
 
     def __init__(self, kind: str, width: int, vocab: int, draft_vocab: int, rank: int) -> None:
         super().__init__()
@@ -131,16 +131,15 @@ class Domino(nn.Module):
     """Domino: a GRU over the tokens from the anchor on, and a narrow MLP on (hidden, state). The first `clean` depths
     stay as the backbone drafts them; their code is 0."""
 
-    candidates = None
+    candidates: int | None = None
 
     def __init__(self, width: int, draft_vocab: int, rank: int, size: int, clean: int) -> None:
         super().__init__()
         self.state_size, self.clean = size, clean
         self.prefix_gru = GRU(width, size)
-        self.embed_proj = nn.Sequential(
-            nn.Linear(width + size, rank, bias=False), nn.SiLU(), nn.Linear(rank, draft_vocab, bias=False)
-        )
-        nn.init.normal_(self.embed_proj[2].weight, std=INITIAL_STD)
+        out = nn.Linear(rank, draft_vocab, bias=False)
+        nn.init.normal_(out.weight, std=INITIAL_STD)
+        self.embed_proj = nn.Sequential(nn.Linear(width + size, rank, bias=False), nn.SiLU(), out)
 
     def step(
         self, state_XS: Tensor, hidden_XD: Tensor, previous_X: Tensor, depth_X: Tensor, embed: TargetEmbed
@@ -161,7 +160,7 @@ class Pairs(nn.Module):
 
     def __init__(self, width: int, vocab: int, draft_vocab: int, rank: int, candidates: int) -> None:
         super().__init__()
-        self.candidates = candidates
+        self.candidates: int | None = candidates
         self.first = nn.Embedding(vocab, rank)
         self.state = nn.Linear(width, rank, bias=False)
         self.second = nn.Linear(rank, draft_vocab, bias=False)
