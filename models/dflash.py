@@ -74,6 +74,7 @@ from .slots import (
 )
 
 BlockWeight = Literal["exp", "dpace", "uniform"]
+HELD_OUT_ANCHORS = 512  # blocks per document in evaluation, at least
 BlockConfig = Any  # DFlashConfig or DSparkConfig: what both have
 
 
@@ -92,7 +93,7 @@ class DFlashConfig:
     taps: tuple[int, ...] | None = None
     """Residual streams h[k] of the target, ascending; null = as many as layers, spread from h[2] to h[L - 2] (DFlash)."""
     anchors: int | None = 512
-    """Blocks per document and step, at random places (DFlash: 512); null = one for every place. Held-out figures take all."""
+    """Blocks per document and step, at random places (DFlash: 512); null = one for every place. Held-out figures take 512 or more."""
     legal: Legal = "pair"
     """Where blocks may start: pair (SpecForge, DeepSpec), supervised (speculators) or full_block (Automodel)."""
     cut: Cut = "run"
@@ -256,10 +257,14 @@ def run_layers(drafter: Backbone, embed_BQD: Tensor, positions_BQ: Tensor, atten
 
 
 def block_slots(drafter: Backbone, batch: Batch) -> tuple[Slots, Tensor]:
-    """The slots of a batch, weighed, and which of them show true tokens: random blocks in training, all in evaluation."""
+    """The slots of a batch, weighed, and which of them show true tokens. Evaluation takes more blocks, and no prefixes:
+    what is drafted from is an anchor and masks."""
     config = drafter.config
     legal_BT = legal_anchors(batch, config.legal, width=config.block)
-    anchors_BT = random_anchors(batch, legal_BT, config.anchors if drafter.training else None)
+    count = config.anchors
+    if count is not None and not drafter.training:
+        count = max(count, HELD_OUT_ANCHORS)
+    anchors_BT = random_anchors(batch, legal_BT, count)
     slots = anchored(batch, anchors_BT, range(config.block), shift=int(config.sample_from_anchor), cut=config.cut)
     shown_BQ = real(slots)
     if config.variable_prefix and drafter.training:

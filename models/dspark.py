@@ -90,7 +90,7 @@ class DSparkConfig:
     taps: tuple[int, ...] | None = None
     """Residual streams h[k] of the target, ascending; null = as many as layers, spread from h[2] to h[L - 2] (DFlash)."""
     anchors: int | None = 512
-    """Blocks per document and step, at random places (DSpark: 512); null = one for every place. Held-out figures take all."""
+    """Blocks per document and step, at random places (DSpark: 512); null = one for every place. Held-out figures take 512 or more."""
     legal: Legal = "pair"
     """Where blocks may start: pair (SpecForge, DeepSpec), supervised (speculators) or full_block (Automodel)."""
     cut: Cut = "run"

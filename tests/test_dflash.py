@@ -210,7 +210,7 @@ def test_slots_labels_and_teachers(anchor_predicts: bool, k: int, target: Target
     torch.testing.assert_close(terms.losses["slots"].detach(), by_hand, rtol=1e-5, atol=1e-5)
 
 
-def test_training_takes_some_anchors_and_evaluation_all(target: Target) -> None:
+def test_training_takes_some_anchors_and_evaluation_more(target: Target) -> None:
     batch = make_batch(list(range(2, N)))
     drafter = make(target, anchors=3)
     counts = [int(block_slots(drafter, batch)[0].group_BQ.unique().numel())]

@@ -3,10 +3,12 @@
 pytest tests/test_dspark.py
 """
 
+import json
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.inference.load import load_drafter
 from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
 from draftsmith.models.dspark import DSpark, DSparkConfig, calibration_error, sequential_temperatures
 from draftsmith.models.slots import at
 from draftsmith.models.target import Target, document_mask
+from draftsmith.train import distill_draft
 
 HEADS = ("markov", "gated", "rnn", "gru", "pairs", "none")
 DRAFT_IDS = torch.arange(3, 200, 3)
@@ -322,6 +326,16 @@ def test_calibrate_reads_whole_blocks_of_held_out_data(target: Target) -> None:
     short = spark(target)
     short.calibrate([make_batch([5, 6])], lambda batch: states(target, short, batch))
     assert quiet.config.temperatures is None and short.config.temperatures is None
+
+
+def test_a_run_ends_calibrated(tmp_path: Path, target: Target) -> None:
+    argv = "method=dspark target.name=tiny target.dtype=float32 data.limit=20 data.max_length=512 batch.row_length=512"
+    argv += " batch.rows=2 budget.steps=2 precision=fp32 evaluate.conversations=3 evaluate.probe_prompts=0"
+    argv += " drafter.block=3 drafter.layers=1 drafter.rank=4 drafter.anchors=4 log.progress=false"
+    assert distill_draft.main([*argv.split(), f"run={tmp_path / 'a'}"]) == 0
+    ours = json.loads((tmp_path / "a/export/config.json").read_text())["draftsmith"]
+    assert len(ours["config"]["temperatures"]) == 3 and ours["estimated"]["k"] == 3
+    assert list(load_drafter(str(tmp_path / "a/export"), target).config.temperatures) == ours["config"]["temperatures"]
 
 
 # Settings
