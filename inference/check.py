@@ -99,8 +99,9 @@ def replay(drafter: Drafter, target: Target, ids_ST: Tensor, positions_R2: Tenso
     dtype = next(drafter.parameters()).dtype
     state = drafter.init(Prefill(len(t_R), ids_ST.shape[1] + depth + 1, target.device, dtype))
     state, level = drafter.start(state, commit)
-    logits_RKW = level.logits_BNW
-    for k in range(1, depth if drafter.parallel == 1 else 1):
+    asks = drafter.parallel == 1 or getattr(drafter, "sequential", False)
+    logits_RKW = level.logits_BNW[:, :1] if asks else level.logits_BNW
+    for k in range(1, depth if asks else 1):
         tokens_R1 = ids_RT[rows, t_R + 1 + k][:, None]
         state, level = drafter.extend(state, tokens_R1, torch.full_like(tokens_R1, k - 1))
         logits_RKW = torch.cat([logits_RKW, level.logits_BNW], dim=1)

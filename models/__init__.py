@@ -14,7 +14,9 @@ drafters that have no weights and propose whole trees; one more of them also get
 from dataclasses import dataclass, field
 from typing import Any
 
+from .dflash import DFlash
 from .draft_model import DraftModel
+from .dspark import DSpark
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .hydra import Hydra
@@ -33,6 +35,8 @@ METHODS: dict[str, Any] = {
     "eagle3": Eagle3,
     "draft_model": DraftModel,
     "pard": Pard,
+    "dflash": DFlash,
+    "dspark": DSpark,
     "peagle": PEagle,
 }
 

@@ -70,10 +70,12 @@ class TargetFacts:
 @dataclass
 class Terms:
     """What a `loss` returns: per term a *sum* (to be divided by its entry in `denominators`), and metrics as
-    (sum, count) pairs of detached tensors or floats."""
+    (sum, count) pairs of detached tensors or floats. `accept_R`: per scored row sum min(p, q), detached, for heads that
+    learn to foresee it."""
 
     losses: dict[str, Tensor]
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    accept_R: Tensor | None = None
 
 
 @dataclass
@@ -168,7 +170,9 @@ class Drafter(Protocol):
     Class attributes: `method` (its key in METHODS), `Config` (frozen dataclass), `draft_needs`, `loss_needs`
     (subsets of NEEDS). Instance attributes: `config`, `facts` (TargetFacts), `taps` (tuple of k, may be empty),
     `d2t_W` (int64 buffer of *absolute* target ids, sorted, or None = identity), `parallel` (rows that `start` returns
-    at once; 1 = levels come one at a time), `max_depth` (None = any).
+    at once; 1 = levels come one at a time), `max_depth` (None = any); `sequential`, if it is there and true: `start` still
+    returns all rows, but deeper levels are to be had from `extend`, which corrects them for the tokens that were taken
+    (`pair_scores` then does so for builders that need all at once).
     Construction: `Method(config, facts, draft_ids=None)`; then `init_from_target(target)` copies what the recipe
     says (head rows, norms). `bind(target)` gives it what drafting reads of the target (embedding, head); the former
     ends with it, and whoever loads weights calls it. `forward` is `loss`, so that wrapped modules run it.

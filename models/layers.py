@@ -113,9 +113,12 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Projections of a Llama attention without biases, from `width_in`, named as in checkpoints."""
+    """Projections of a Llama attention without biases, from `width_in`, named as in checkpoints. With `norm_eps`,
+    queries and keys are normed per head before they are rotated (Qwen3)."""
 
-    def __init__(self, width_in: int, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, width_in: int, width: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None
+    ) -> None:
         super().__init__()
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads: one must divide the other")
@@ -124,15 +127,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
     def queries(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """[..., width_in] -> [..., H, head_dim], rotated."""
-        return rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), *angles)
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        return rotate(q if self.q_norm is None else self.q_norm(q), *angles)
 
     def keys_values(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[..., width_in] -> two of [..., G, head_dim], keys rotated."""
         shape = (self.kv_heads, self.head_dim)
-        return rotate(self.k_proj(x).unflatten(-1, shape), *angles), self.v_proj(x).unflatten(-1, shape)
+        k = self.k_proj(x).unflatten(-1, shape)
+        return rotate(k if self.k_norm is None else self.k_norm(k), *angles), self.v_proj(x).unflatten(-1, shape)
 
 
 class MLP(nn.Module):

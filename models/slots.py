@@ -614,7 +614,7 @@ def score(
         bank = make_teacher(out.head, hidden_UD, log_z_U, top_U, d2t_W, t2d_V)
         loss, scored = fused_score(logits_RW, bank.rows(index_R, draft_R), objective, oov, weight_R)
         correct_R, accept_R, lost_R = scored.correct_R, scored.accept_R, scored.lost_R
-    terms = Terms({"slots": loss})
+    terms = Terms({"slots": loss}, accept_R=accept_R)
     group_R, groups, largest = _chains(slots)
     depths = max(depths or 0, largest)
     step_R = slots.drafted_BQ.flatten()[flat_R] - 1
@@ -806,6 +806,8 @@ def attend_slots(
         k_BGSd, v_BGSd = (torch.cat([*before[i], context[i], own[i]], dim=2) for i in range(2))
         run = _flex_attention(q_BHQd.device.type == "cuda")
         return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared)
+    if not mask.parts:  # no slot in the whole batch: every input takes part all the same, with gradient zero
+        return q_BHQd + 0 * sum(x.sum() for x in (*context, *own))
     outs = []
     for part in mask.parts:
         k_BGSd, v_BGSd = (
@@ -813,4 +815,4 @@ def attend_slots(
         )
         q_BHqd, see_B1qS = q_BHQd[:, :, part.queries], part.see_BQS[:, None]
         outs.append(F.scaled_dot_product_attention(q_BHqd, k_BGSd, v_BGSd, see_B1qS, enable_gqa=shared))
-    return torch.cat(outs, dim=2) if outs else q_BHQd
+    return torch.cat(outs, dim=2)

@@ -33,6 +33,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "peagle": {"depths": 3, "layers": 2},
     "draft_model": {"on_policy": 0.5},
     "pard": {"depths": 3},
+    "dflash": {"block": 4, "layers": 1, "anchors": 4},
+    "dspark": {"block": 3, "layers": 1, "anchors": 4, "rank": 8},
 }
 
 

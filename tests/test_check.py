@@ -36,6 +36,8 @@ OPTIONS = {
     "peagle": {"depths": 4, "layers": 2, "fc_norm": True},
     "draft_model": {"depths": 4, "lm": LMConfig(layers=2)},
     "pard": {"depths": 4, "lm": LMConfig(layers=2), "mask_id": 9},
+    "dflash": {"block": 5, "layers": 2},
+    "dspark": {"block": 4, "layers": 1, "head": "rnn", "rank": 8},
 }
 
 
@@ -133,6 +135,18 @@ FAULTS = {
         ("lm_head.weight", lambda t: t.roll(1, 0)),
     ],
     "pard": [("model.embed_tokens.weight", lambda t: t.roll(1, 0)), ("model.norm.weight", torch.ones_like)],
+    "dflash": [
+        ("fc.weight", lambda t: t.roll(48, 1)),
+        ("norm.weight", torch.ones_like),
+        ("hidden_norm.weight", torch.ones_like),
+        ("layers.1.self_attn.k_norm.weight", torch.ones_like),
+        ("layers.0.mlp.down_proj.weight", torch.zeros_like),
+    ],
+    "dspark": [
+        ("fc.weight", lambda t: t.roll(48, 1)),
+        ("markov_head.markov_w1.weight", lambda t: t.roll(1, 0)),
+        ("markov_head.joint_proj.bias", torch.zeros_like),
+    ],
     "peagle": [
         ("mask_hidden", lambda t: t.roll(1, 2)),
         ("layers.0.hidden_norm.weight", torch.ones_like),

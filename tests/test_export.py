@@ -44,6 +44,26 @@ VARIANTS = {
     "draft_model_frozen_reduced": ("draft_model", {"lm": LMConfig(train_embeddings=False)}, True),
     "pard": ("pard", {"depths": 3, "lm": LMConfig(layers=2), "mask_id": 9}, False),
     "pard_reduced": ("pard", {"depths": 4, "objective": "kl"}, True),
+    "dflash": ("dflash", {"block": 4, "layers": 2}, False),
+    "dflash_options": (
+        "dflash",
+        {
+            "block": 4,
+            "layers": 1,
+            "causal": True,
+            "sample_from_anchor": True,
+            "taps": (2, 4),
+            "kv_heads": 2,
+            "intermediate": 80,
+        },
+        True,
+    ),
+    "dspark": ("dspark", {"block": 4, "layers": 1, "rank": 8, "temperatures": (0.5, 1.0, 2.0, 1.25)}, False),
+    "dspark_gated": ("dspark", {"block": 3, "layers": 1, "rank": 8, "head": "gated"}, True),
+    "dspark_rnn": ("dspark", {"block": 4, "layers": 2, "rank": 8, "head": "rnn", "sample_from_anchor": False}, True),
+    "dspark_gru": ("dspark", {"block": 3, "layers": 1, "rank": 8, "head": "gru", "gru_size": 12}, False),
+    "dspark_pairs": ("dspark", {"block": 3, "layers": 1, "rank": 8, "head": "pairs", "confidence": False}, True),
+    "dspark_none": ("dspark", {"block": 3, "layers": 1, "head": "none", "anchors": None}, False),
     "peagle": ("peagle", {"depths": 3, "layers": 2}, False),
     "peagle_reduced": (
         "peagle",
@@ -358,6 +378,86 @@ def test_a_checkpoint_that_says_two_things_is_refused(method, change, words, tin
     edit_config(folder, lambda c: c.update(change))
     with pytest.raises(ValueError, match=words):
         load_drafter(str(folder), target)
+
+
+def test_block_drafters_say_to_engines_what_they_are(tiny, tmp_path):
+    target = tiny(max_positions=512)
+    drafter = make(target, "dflash", {"block": 4, "layers": 2, "taps": (1, 3)})
+    folder = save(drafter, target, tmp_path / "x")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    assert config["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [0, 2], "block_size": 4}  # h[k] is k - 1
+    assert (config["block_size"], config["num_target_layers"], config["num_hidden_layers"]) == (4, 4, 2)
+    assert config["layer_types"] == ["full_attention"] * 2 and config["head_dim"] == 12
+    assert not {"lm_head.weight", "embed_tokens.weight", "mask_hidden", "d2t"} & set(tensors)
+    assert tensors["layers.1.self_attn.q_norm.weight"].shape == (12,)
+    serve = EXPORTERS["dflash"].serve(config, "t", "d", 8)
+    assert '"num_speculative_tokens": 3' in serve["vLLM"] and "--speculative-num-draft-tokens 4" in serve["SGLang"]
+    reduced = make(target, "dflash", {"block": 4, "layers": 1, "causal": True}, reduced=True)
+    config = json.loads((save(reduced, target, tmp_path / "y") / "config.json").read_text())
+    assert config["dflash_config"]["causal"] is True and config["draft_vocab_size"] == 64
+    assert set(EXPORTERS["dflash"].serve(config, "t", "d", 8)) == {"vLLM"}  # SGLang has no draft vocabulary
+    tensors = load_file(tmp_path / "y" / WEIGHTS)
+    assert torch.equal(torch.arange(64) + tensors["d2t"], torch.arange(3, 131, 2))
+    assert torch.equal(tensors["lm_head.weight"], target.head_weight[3:131:2].bfloat16())
+    tensors["lm_head.weight"][7] += 1
+    save_file(tensors, tmp_path / "y" / WEIGHTS)
+    edit_config(tmp_path / "y", lambda c: c["draftsmith"].pop("sha256"))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not the head of"):
+        load_drafter(str(tmp_path / "y"), target)
+    with pytest.raises(ValueError, match=r"h\[0\], the embeddings"):
+        save(make(target, "dflash", {"layers": 1, "taps": (0, 2)}), target, tmp_path / "z")
+    with pytest.raises(ValueError, match="give export the target"):
+        export(reduced, tmp_path / "z", run=RunFacts())
+    for bad in (None, 256, "16"):
+        edit_config(folder, lambda c, bad=bad: c["dflash_config"].update(mask_token_id=bad))
+        with pytest.raises(ValueError, match="mask_token_id"):
+            load_drafter(str(folder), target)
+    edit_config(folder, lambda c: c["dflash_config"].update(target_layer_ids=None))
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        load_drafter(str(folder), target)
+
+
+@pytest.mark.parametrize("head, kind", [("markov", "vanilla"), ("gated", "gated"), ("rnn", "rnn")])
+def test_dspark_in_deepspecs_form(head, kind, tiny, tmp_path):
+    target = tiny(max_positions=512)
+    drafter = make(target, "dspark", {"block": 4, "layers": 1, "rank": 8, "head": head, "taps": (2, 3)}, reduced=True)
+    folder = save(drafter, target, tmp_path / "x")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
+    assert config["architectures"] == ["Qwen3DSparkModel"]
+    for place in (config, config["dflash_config"]):  # DeepSpec's and SpecForge's
+        assert place["target_layer_ids"] == [1, 2] and place["mask_token_id"] == 0 and place["block_size"] == 4
+        assert place["markov_rank"] == 8 and place["markov_head_type"] == kind and place["num_anchors"] == 512
+        assert (
+            place["sample_from_anchor"]
+            is place["enable_confidence_head"]
+            is place["confidence_head_with_markov"]
+            is True
+        )
+    assert tensors["markov_head.markov_w1.weight"].shape == (256, 8)
+    assert tensors["markov_head.markov_w2.weight"].shape == (64, 8)
+    assert tensors["confidence_head.proj.weight"].shape == (1, 56)
+    serve = EXPORTERS["dspark"].serve(config, "t", "d", 2)
+    assert '"method": "dspark"' in serve["vLLM"] and '"num_speculative_tokens": 4' in serve["vLLM"]
+
+
+def test_domino_in_specforges_form_and_heads_that_no_engine_has(tiny, tmp_path):
+    target = tiny(max_positions=512)
+    gru = {"block": 4, "layers": 1, "head": "gru", "rank": 8, "gru_size": 12, "confidence": False}
+    config = json.loads((save(make(target, "dspark", gru), target, tmp_path / "x") / "config.json").read_text())
+    facts = config["dflash_config"]
+    assert config["architectures"] == ["DFlashDraftModel"] and facts["projector_type"] == "domino"
+    assert (facts["gru_hidden_dim"], facts["emb_dim"], facts["pure_draft_prefix_len"]) == (12, 8, 1)
+    assert facts["shift_label"] is True and "markov_rank" not in facts
+    assert set(EXPORTERS["dspark"].serve(config, "t", "d", 3)) == {"SGLang"}
+    for head in ("pairs", "none"):
+        options = {"block": 4, "layers": 1, "head": head, "rank": 8}
+        config = json.loads(
+            (save(make(target, "dspark", options), target, tmp_path / head) / "config.json").read_text()
+        )
+        assert config["architectures"] == ["DraftsmithDSpark"]
+        (line,) = EXPORTERS["dspark"].serve(config, "t", "d", 3)
+        assert "No serving engine" in line
 
 
 # B34: taps

@@ -25,11 +25,13 @@ from draftsmith.models.target import Target, document_mask
 
 DEPTHS = {
     "medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "steps", "peagle": "depths", "draft_model": "depths",
-    "pard": "depths",
+    "pard": "depths", "dflash": "block", "dspark": "block",
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
     "peagle": {"layers": 2, "ratio": 1.0},
     "pard": {"ratio": 1.0, "objective": "kl"},
+    "dflash": {"layers": 2, "anchors": None, "sample_from_anchor": True, "objective": "kl"},
+    "dspark": {"layers": 2, "anchors": None, "rank": 8, "confidence": False},  # tests/test_dspark.py has that one
 }
 TEXT = ("draft_model",)  # read the text as it stands: deeper pairs are those of depth 1, and no loss of their own
 SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
@@ -288,10 +290,11 @@ def test_overfits_32_tokens_and_drafts_them(method: str, reduced: bool, target: 
         state, level = drafter.start(state, commit)
         drafted: list[int] = []
         for k in range(3):
-            row_W = level.logits_BNW[0, k if drafter.parallel > 1 else -1]
+            asks = drafter.parallel == 1 or getattr(drafter, "sequential", False)
+            row_W = level.logits_BNW[0, 0 if asks else k]
             best = int(row_W.argmax())
             drafted.append(best if drafter.d2t_W is None else int(drafter.d2t_W[best]))
-            if drafter.parallel == 1 and k < 2:
+            if asks and k < 2:
                 state, level = drafter.extend(state, torch.tensor([[drafted[-1]]]), torch.tensor([[k]]))
         assert drafted == ids[seen + 1 : seen + 4]
         at, seen = seen, seen + 4

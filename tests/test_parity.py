@@ -39,10 +39,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model-3": ("draft_model", {"depths": K, "lm": LMConfig(layers=3)}),
     "pard": ("pard", {"depths": K}),
     "pard-2": ("pard", {"depths": K, "lm": LMConfig(layers=2), "mask_id": 40, "objective": "kl"}),
+    "dflash": ("dflash", {"block": K + 1, "layers": 2, "kv_heads": 2}),
+    "dflash-anchor": ("dflash", {"block": K, "layers": 1, "sample_from_anchor": True, "mask_id": 40}),
+    "dflash-jetspec": ("dflash", {"block": K + 1, "layers": 2, "causal": True, "taps": (2, 4), "intermediate": 40}),
+    "dspark": ("dspark", {"block": K, "layers": 2, "rank": 8}),
+    "dspark-gated": ("dspark", {"block": K, "layers": 1, "rank": 8, "head": "gated", "causal": True}),
+    "dspark-rnn": ("dspark", {"block": K + 1, "layers": 1, "rank": 8, "head": "rnn", "sample_from_anchor": False}),
+    "dspark-gru": ("dspark", {"block": K, "layers": 1, "rank": 8, "head": "gru", "gru_size": 12}),
+    "dspark-pairs": ("dspark", {"block": K, "layers": 1, "rank": 8, "head": "pairs", "candidates": 9}),
+    "dspark-none": ("dspark", {"block": K, "layers": 1, "head": "none"}),
     "peagle-options": ("peagle", {"depths": K, "layers": 3, "norm_before_fc": True, "norm_before_residual": True}),
 }
-AT_ONCE = {"medusa", "pard", "peagle"}  # every depth from `start`
-SLOTTED = {"pard", "peagle"}  # trained on slots
+AT_ONCE = {
+    n for n, (m, o) in VARIANTS.items() if m in ("medusa", "pard", "peagle", "dflash") or o.get("head") == "none"
+}
+SLOTTED = AT_ONCE - {
+    n for n in VARIANTS if n.startswith("medusa")
+}  # trained on slots that read no token behind the anchor
 DRAFT_IDS = torch.arange(3, 200, 3)
 
 
@@ -99,10 +112,15 @@ def commit_of(rows: list[tuple[Tensor, int, int]], out: TargetOut, batch: Batch)
     return Commit(ids_BT, counts_B, positions_BT, anchors, pick(out.taps_BTPD), pick(out.last_hidden_BTD))
 
 
+def asks(drafter: Any) -> bool:
+    """Whether deeper levels come from `extend`."""
+    return drafter.parallel == 1 or getattr(drafter, "sequential", False)
+
+
 def runtime_levels(drafter: Any, state: Any, commit: Commit, tokens_BK: Tensor) -> tuple[Any, Tensor]:
     """Logits [B, K, W] of a chain that follows the given tokens."""
     state, level = drafter.start(state, commit)
-    if drafter.parallel > 1:
+    if not asks(drafter):
         return state, level.logits_BNW
     levels = [level.logits_BNW[:, 0]]
     for k in range(1, K):
@@ -142,7 +160,7 @@ def test_training_logits_equal_runtime_logits(name: str, target: Target, logits_
     assert compared > 30 and trained[0] and trained[K - 1]
 
 
-@pytest.mark.parametrize("name", [n for n in VARIANTS if VARIANTS[n][0] not in AT_ONCE])
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in AT_ONCE])
 def test_tree_nodes_equal_their_paths(name: str, target: Target) -> None:
     """Every node of a branching tree, drafted together, has the logits of its own path drafted as a chain."""
     batch = make_batch([20])
@@ -175,7 +193,7 @@ def test_tree_nodes_equal_their_paths(name: str, target: Target) -> None:
         torch.testing.assert_close(made[node - 1], level.logits_BNW[0, 0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in VARIANTS if VARIANTS[n][0] in SLOTTED])
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n in SLOTTED])
 def test_nothing_behind_the_anchor_is_seen(name: str, target: Target, logits_of_training: Any) -> None:
     """Noise in all states from the anchor's row on and in all tokens after the anchor: the logits of every slot of that
     anchor keep their bits, whatever drafts overlap it; those of a later anchor do not (CASES B19)."""
@@ -216,7 +234,7 @@ def test_finished_rows_change_nothing(name: str, target: Target) -> None:
         assert level.valid_BN[:, 0].tolist() == [True, second[2] > second[1]]
         assert bool(level.logits_BNW.isfinite().all())
         results.append(level.logits_BNW[0])
-        if drafter.parallel == 1:
+        if asks(drafter):
             state, level = drafter.extend(state, torch.tensor([[9], [9]]), torch.tensor([[0], [0]]))
             assert bool(level.logits_BNW.isfinite().all())
             results[-1] = torch.cat([results[-1], level.logits_BNW[0]])
@@ -246,7 +264,9 @@ def test_an_option_of_the_recurrence_shows_at_step_2(target: Target, logits_of_t
     assert all((logits[0][1][f] - logits[1][1][f]).abs().max() > 1e-2 for f in logits[0][1])
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "hydra", "eagle", "peagle", "draft_model", "pard"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", "medusa", "hydra", "eagle", "peagle", "draft_model", "pard", "dflash", "dspark"]
+)
 def test_ids_beyond_the_tokenizer_are_never_drafted(name: str, tiny: Callable[..., Target]) -> None:
     target = tiny(vocab=264, tokens=250)
     batch = make_batch([12])

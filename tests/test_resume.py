@@ -47,6 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "peagle": {"depths": 3, "layers": 2},
     "draft_model": {"on_policy": 0.5},
     "pard": {"depths": 3},
+    "dflash": {"block": 4, "layers": 1, "anchors": 3, "variable_prefix": True},
+    "dspark": {"block": 3, "layers": 1, "anchors": 3, "rank": 8},
 }
 
 

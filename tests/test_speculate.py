@@ -123,6 +123,12 @@ SHAPES = {
 }
 
 
+SMALL: dict[str, dict[str, Any]] = {
+    "dflash": {"block": 5, "layers": 2},
+    "dspark": {"block": 4, "layers": 1, "rank": 8},
+}
+
+
 def need(shape: str, drafter: Any) -> None:
     """Skip a tree that this drafter cannot grow."""
     if not fits(SHAPES[shape].tree, drafter):
@@ -136,7 +142,8 @@ def shapes_of(drafter: Any) -> list[DecodeConfig]:
 
 def make(method: str, target: Any, draft_ids: Tensor | None = None) -> Any:
     torch.manual_seed(0)
-    drafter = METHODS[method](METHODS[method].Config(), target.facts, draft_ids=draft_ids)
+    config = METHODS[method].Config(**SMALL.get(method, {}))
+    drafter = METHODS[method](config, target.facts, draft_ids=draft_ids)
     drafter.init_from_target(target)
     return drafter.to(target.dtype)
 

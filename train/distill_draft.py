@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world=accelerator.num_processes,
     )
     prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
+    heldout = [collate([sample], config.seed) for sample in heldout_samples]
 
     summary = train(
         config,
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream,
         states_of,
         folder,
-        heldout=[collate([sample], config.seed) for sample in heldout_samples],
+        heldout=heldout,
         heldout_states_of=heldout_states_of,
         probe=speculative_probe(target, prompts, config) if prompts else None,
     )
@@ -151,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"stopped at step {summary.state.step} (budget.stop_at); the same command goes on from there")
         return 0
     if accelerator.is_main_process:
+        if hasattr(drafter, "calibrate"):  # drafters that foresee their own acceptance
+            drafter.calibrate(heldout, heldout_states_of)
         place = write_export(drafter, target, folder, config, argv, samples, summary)
         say(f"export: {place}\nnext: draftsmith evaluate --model {place}")
     accelerator.wait_for_everyone()

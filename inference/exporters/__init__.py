@@ -4,7 +4,9 @@ To add one: a file with an `EXPORTER` (see `layout.py`), and its line here. Expo
 iterate over the table, and so do tests/test_export.py and tests/test_check.py.
 """
 
+from .dflash import EXPORTER as DFLASH
 from .draft_model import EXPORTER as DRAFT_MODEL
+from .dspark import EXPORTER as DSPARK
 from .eagle import EXPORTER as EAGLE
 from .eagle3 import EXPORTER as EAGLE3
 from .hydra import EXPORTER as HYDRA
@@ -20,5 +22,7 @@ EXPORTERS: dict[str, Exporter] = {
     "eagle3": EAGLE3,
     "draft_model": DRAFT_MODEL,
     "pard": PARD,
+    "dflash": DFLASH,
+    "dspark": DSPARK,
     "peagle": PEAGLE,
 }
