@@ -179,6 +179,14 @@ class Drafter(Protocol):
     Optional: `rewrite(batch, progress) -> Batch` puts tokens of the drafter's own in the place of the data's before the
     target reads a training batch; `denominators` are those of the data's batch (a Config with `live` True says that
     states cannot be captured).
+
+    What a drafter may have beside this, and tree builders and the runtime look for:
+    `sequential` (True: `parallel` rows come from `start`, and `extend` corrects deeper ones for the tokens taken);
+    `pair_scores(state, ids_BKC, log_BKC)` (inference/trees.py, `_tables`); `chances` (of ranks to be right, by depth);
+    `prompts` (models/tree.py), `extra_table_XD` (input embeddings of its rows, in the space of `target.embed`) and
+    `prefix_kv` (`Target.forward`), of prompt tokens whose states come back in `Commit.extra_out`;
+    `propose(state, commit, budget, params, draft) -> (state, Tree)` in the place of levels, with `extra_rows`, the most
+    extra rows that its trees bring.
     """
 
     method: str
