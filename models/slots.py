@@ -365,7 +365,9 @@ def cod(
         inner_X = label_X.clamp(max=batch.ids_BT.shape[1] - 1)
         alive_X = (kept_X & (label_X <= end_X) & (gap_BT[row_X, inner_X] == gap_X)).nonzero()[:, 0]
         turn_A, _ = _ranks(unit_X[alive_X], rank_X[alive_X])
-        quota_A = (seeds_X[alive_X].double() * max(ratio**j, least) + 1e-9).long()  # 10 * 0.7 is 7, whatever its last bit
+        quota_A = (
+            seeds_X[alive_X].double() * max(ratio**j, least) + 1e-9
+        ).long()  # 10 * 0.7 is 7, whatever its last bit
         kept_X = torch.zeros_like(kept_X)
         kept_X[alive_X[turn_A < quota_A]] = True
         chosen.append((row_X[kept_X], at_X[kept_X], torch.full_like(row_X[kept_X], j)))
