@@ -247,8 +247,11 @@ def traversal_odds(tree: Tree, p_BMV: Tensor) -> Odds:
     token is a draw of p. By induction from the leaves each subtree pays w times the target's law; the anchor has w = 1.
     Fixed candidates are the case q = one-hot; q of siblings drawn without replacement is q without the earlier ones.
 
-    Earlier children are paid first, so where none has a smaller subtree than a later sibling (chains, the templates
-    here), no fewer tokens are kept in expectation than by `rejection_odds`.
+    How many are kept: earlier children are paid first, so let none have a smaller subtree than a later sibling (true of
+    chains and of the templates here). Then, for chains and siblings drawn with replacement, never fewer in expectation
+    than by `rejection_odds`: the first i siblings keep min(A_i q, w p) of each token, A_i the sum of the cases that
+    reach them, and A_i >= w times its value at w = 1. Drawn without replacement a node may lose some thousandths of a
+    token against it, and gains tens of them as a rule; both in tests/test_verify.py.
     """
     b, n = tree.tokens_BN.shape
     weight_BM = torch.zeros(b, n + 1, dtype=p_BMV.dtype, device=p_BMV.device)
@@ -337,7 +340,7 @@ def fuzzy_odds(tree: Tree, p_BMV: Tensor, threshold: float) -> Odds:
     """Lossy: where the total variation of p and q is at most `threshold`, the first sibling is accepted if p allows it
     at all; elsewhere, and for its siblings, recursive rejection. So each token's law is within `threshold` of the
     target's in total variation, and threshold 0 is exact. A fixed candidate x has q = one-hot, at distance 1 - p(x).
-    (The paper prefers Jensen-Shannon; total variation is the distance that the promise is about.)"""
+    (The paper measures KL or Jensen-Shannon; total variation is the distance that the promise is about.)"""
     odds = _by_token(tree, p_BMV)
     far_BN = 1 - _of_token(p_BMV, tree)
     q = tree.q
@@ -406,7 +409,7 @@ VERIFIERS = {
         traversal_odds,
         choose_by_paths,
         exact=True,
-        condition="siblings as for `ratio_tree`, or fixed; keeps at least as many if earlier siblings reach further",
+        condition="siblings as for `ratio_tree`, or fixed candidates; keeps more where earlier siblings reach further",
         q="both",
     ),
     "typical": Verifier(

@@ -199,7 +199,7 @@ def test_whole_paths_take_fixed_candidates(target: Any, drafter: Any, name: str)
 
 
 def test_whole_paths_keep_more_end_to_end(target: Any, drafter: Any) -> None:
-    """The same drafts (same seeds, first round) verified both ways."""
+    """Tokens per verification of 400 answers of 40 tokens."""
     for by_token, by_path in (("ratio", "block"), ("ratio_tree", "traversal")):
         taus = []
         for mode in (by_token, by_path):
