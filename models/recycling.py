@@ -143,11 +143,12 @@ class Recycling:
             depths += [depth] * len(layer.parents)
         if not bool(valid_BX[:, 1:].any()):  # a step without candidates is a plain one
             tokens_BX, valid_BX, parents, depths = tokens_BX[:, :1], valid_BX[:, :1], [], []
-        tokens_BN = tokens_BX[:, 1:]
+        tokens_BN, valid_BN = tokens_BX[:, 1:], valid_BX[:, 1:]
         parents_BN = torch.tensor(parents, dtype=torch.int64, device=device).expand_as(tokens_BN)
         depths_BN = torch.tensor(depths, dtype=torch.int64, device=device).expand_as(tokens_BN)
-        zeros_BN = torch.zeros(tokens_BN.shape, device=device)
-        return state, Tree(tokens_BN, parents_BN, depths_BN, zeros_BN, valid_BX[:, 1:])
+        if budget.width > 1:  # in a chain, unused nodes stay where they are; in a tree they hang on the anchor
+            parents_BN, depths_BN = parents_BN * valid_BN, torch.where(valid_BN, depths_BN, 1)
+        return state, Tree(tokens_BN, parents_BN, depths_BN, torch.zeros(tokens_BN.shape, device=device), valid_BN)
 
     def learn(self, state: Tensor, tokens_BM: Tensor, valid_BM: Tensor, logits_BMV: Tensor) -> None:
         """Rewrite the lines of the valid tokens with the top ids of their logits, in place."""
