@@ -6,6 +6,7 @@ machine (what goes wrong otherwise: reference numbers taken in another run, warm
 from text). Interrupted runs go on where they stopped. A row whose losslessness check is red shows no speed.
 
     draftsmith evaluate --model EXPORT --suite mini --k [2,4]
+    draftsmith evaluate --target smollm2 --model ngram --also suffix,recycling --k 8
     pytest tests/test_evaluate.py
 """
 
@@ -17,7 +18,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import __version__
 from ..losses.probs import SamplingParams
+from ..models import TRAINING_FREE, FreeSettings
 from ..models.target import Target, load_target
 from .card import write_card
 from .figures import (
@@ -45,13 +47,14 @@ from .figures import (
     speed,
     split_per_pass,
 )
-from .load import load_drafter, read_export_config
+from .load import free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import html, pieces, print_report, visible
-from .speculate import DecodeConfig, Result, generate
+from .speculate import DecodeConfig, Result, chain_width, generate
 from .suites import SUITES, Prompt, load_suite
+from .trees import TREES, fits
 from .verify import VERIFIERS
 
-SHOWN_DIVERGENCES = 5  # of chains, which are compared at equal width; of trees all are measured
+SHOWN_DIVERGENCES = 5  # of padded chains, which are compared at equal width; of others all are measured
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
@@ -60,11 +63,14 @@ class EvaluateConfig:
     """What to measure."""
 
     model: str
-    """Export folder or Hub id of the drafter."""
+    """Export folder or Hub id of the drafter; or, for any target and without training, ngram, suffix, recycling, lookahead
+    or lm:MODEL (folder or Hub id of a small language model)."""
     also: tuple[str, ...] = ()
-    """Further exports for the same target, measured beside it in the same run."""
+    """Further drafters for the same target, measured beside it in the same run."""
     target: str | None = None
-    """Hub id, folder, GGUF file or built-in name of the target; by default the one the export names."""
+    """Hub id, folder, GGUF file or built-in name of the target; by default the one that the first export names."""
+    drafter: FreeSettings = field(default_factory=FreeSettings)
+    """Settings of the training-free drafters."""
     revision: str | None = None
     """Revision of the export on the Hub."""
     target_revision: str | None = None
@@ -80,7 +86,15 @@ class EvaluateConfig:
     k: tuple[int, ...] = (2, 4)
     """Tokens drafted per pass (root excluded); every value is measured and the fastest named."""
     trees: tuple[str, ...] = ("chain",)
-    """Shapes of the draft: chain, static, dynamic."""
+    """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
+    nodes: int = DecodeConfig.nodes
+    """Most nodes of trees that are no chains."""
+    width: int = DecodeConfig.width
+    """Most candidates per node of a tree."""
+    threshold: float | None = DecodeConfig.threshold
+    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default."""
+    prompt_rows: int | None = DecodeConfig.prompt_rows
+    """Most rows of prompt tokens in a verification (drafters that have them); null = as many as the nodes can have."""
     temperatures: tuple[float, ...] = (0.0,)
     """Sampling temperatures; 0 = greedy."""
     verifier: str = "auto"
@@ -120,13 +134,37 @@ class EvaluateConfig:
         if not self.k or min(self.k) < 1:
             raise ValueError(f"k = {list(self.k)}: give one or more draft lengths of at least 1")
         if not self.trees:
-            raise ValueError("trees = []: give one or more of chain, static, dynamic")
+            raise ValueError(f"trees = []: give one or more of {', '.join(TREES)}")
+        for tree in self.trees:
+            self.decode(tree, self.k[0])
         if self.hf_prompts is not None and self.hf_prompts < 0:
             raise ValueError(f"hf_prompts = {self.hf_prompts}: must be at least 0")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: must be at least 0")
+        refuse_idle_settings(self.drafter, [self.model, *self.also])
+        if self.drafter.suffix.shared:
+            raise ValueError(
+                "drafter.suffix.shared = true: every prompt is answered several times here, and the drafter would know "
+                "the answers; leave it off"
+            )
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
+
+    def decode(self, tree: str, k: int) -> DecodeConfig:
+        """How drafts of this shape and depth are made and verified. Raises ValueError for settings that do not fit."""
+        takes_threshold = tree in TREES and TREES[tree].threshold is not None
+        if self.threshold is not None and not any(TREES[t].threshold is not None for t in self.trees if t in TREES):
+            raise ValueError(f"threshold = {self.threshold}: none of trees = {list(self.trees)} has one")
+        return DecodeConfig(
+            k=k,
+            tree=tree,
+            nodes=self.nodes,
+            width=self.width,
+            threshold=self.threshold if takes_threshold else None,
+            prompt_rows=self.prompt_rows,
+            verifier=self.verifier,
+            allow_lossy=self.allow_lossy,
+        )
 
 
 @dataclass(frozen=True)
@@ -148,8 +186,13 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
     """
     names = [model, *cfg.also]
     revisions = [cfg.revision] + [None] * len(cfg.also)
-    configs = [read_export_config(name, revision) for name, revision in zip(names, revisions, strict=True)]
-    facts = configs[0]["draftsmith"]["target"]
+    configs = [
+        {} if is_free(name) else read_export_config(name, revision)["draftsmith"]
+        for name, revision in zip(names, revisions, strict=True)
+    ]
+    facts = next((config["target"] for config in configs if config), {})
+    if not facts and cfg.target is None:
+        raise ValueError(f"{model} drafts for any target and names none: add --target NAME")
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     target = load_target(
         cfg.target or facts["name"],
@@ -158,11 +201,15 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
         revision=cfg.target_revision or (None if cfg.target else facts.get("revision")),
         trust_remote_code=cfg.trust_remote_code,
     )
-    drafters, estimated, labels = {}, {}, {}
+    drafters: dict[str, Any] = {}
+    estimated, labels = {}, {}
     for name, revision, config in zip(names, revisions, configs, strict=True):
+        if is_free(name):
+            drafters[f"lm:{_label(name)}" if name.startswith("lm:") else name] = free_drafter(name, target, cfg.drafter)
+            continue
         drafter = load_drafter(name, target, revision=revision)
         label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
-        drafters[label], estimated[label], labels[label] = drafter, config["draftsmith"].get("estimated"), _label(name)
+        drafters[label], estimated[label], labels[label] = drafter, config.get("estimated"), _label(name)
     report = measure(target, drafters, prompts, cfg, estimated, console)
     report["run"]["exports"] = labels
     return report
@@ -177,7 +224,7 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     written = write_report(report, cfg)
     print_report(report, console)
     console.print(visible(f"wrote {written[0]} and {written[1]}"))
-    if cfg.card and not cfg.also and Path(cfg.model).is_dir():
+    if cfg.card and not cfg.also and not is_free(cfg.model) and Path(cfg.model).is_dir():
         for path, name in zip(written, ("report.json", "report.html"), strict=True):
             (Path(cfg.model) / name).write_bytes(path.read_bytes())
         write_card(Path(cfg.model))
@@ -220,7 +267,8 @@ def measure(
 
 
 def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
-    """The arms of a run: per temperature plain, transformers, each draft setting; for greedy chains each width."""
+    """The arms of a run: per temperature plain, transformers, each draft setting; for greedy chains each width. Drafts
+    of training-free drafters have no fixed length: padding them would take from them the steps that cost nothing."""
     arms = []
     for temperature in cfg.temperatures:
         at = "" if temperature == 0 else f" T={temperature:g}"
@@ -228,25 +276,32 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
         arms.append(Arm(f"plain{at}", "plain", temperature, plain))
         if cfg.hf_prompts != 0:
             arms.append(Arm(f"transformers{at}", "hf", temperature, plain))
-        depths = {k for k in cfg.k for drafter in drafters.values() if _reaches(drafter, k)}
-        if not depths:
+        drafts = [
+            Arm(f"{name} {tree} K={k}{at}", "draft", temperature, _decode(cfg, tree, k, drafter), name)
+            for name, drafter in drafters.items()
+            for tree in cfg.trees
+            for k in cfg.k
+            if _reaches(drafter, k) and fits(tree, drafter)
+        ]
+        if not drafts and any(_reaches(drafter, k) for drafter in drafters.values() for k in cfg.k):
+            raise ValueError(f"trees = {list(cfg.trees)}: no drafter gives what they need; add chain, with --trees")
+        if not drafts:
             raise ValueError(f"k = {list(cfg.k)}: no drafter drafts that far; give a smaller one with --k")
-        if temperature == 0 and "chain" in cfg.trees:
+        if temperature == 0:
+            widths = {arm.decode.fixed_width for arm in drafts if arm.decode.fixed_width is not None}
             arms += [
-                Arm(f"plain, width {k + 1}", "width", 0.0, replace(plain, fixed_width=k + 1)) for k in sorted(depths)
+                Arm(f"plain, width {width}", "width", 0.0, replace(plain, fixed_width=width))
+                for width in sorted(widths)
             ]
-        for name, drafter in drafters.items():
-            for tree in cfg.trees:
-                for k in (k for k in cfg.k if _reaches(drafter, k)):
-                    decode = DecodeConfig(
-                        k=k,
-                        tree=tree,
-                        verifier=cfg.verifier,
-                        allow_lossy=cfg.allow_lossy,
-                        fixed_width=k + 1 if tree == "chain" else None,
-                    )
-                    arms.append(Arm(f"{name} {tree} K={k}{at}", "draft", temperature, decode, name))
+        arms += drafts
     return arms
+
+
+def _decode(cfg: EvaluateConfig, tree: str, k: int, drafter: Any) -> DecodeConfig:
+    decode = cfg.decode(tree, k)
+    if not TREES[tree].chain or hasattr(drafter, "propose"):
+        return decode  # proposals have no fixed length: padded, their steps without a candidate would not be plain ones
+    return replace(decode, fixed_width=chain_width(drafter, decode))
 
 
 def _reaches(drafter: Any, k: int) -> bool:
@@ -403,7 +458,7 @@ def _reduce(
         "rows": rows,
         "best": best and best["name"],
         "flags": _flags(drafts),
-        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]))],
+        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]), _trained(row))],
         "causes": list(CAUSES),
         "examples": _examples(target, prompts, by_arm[best["name"] if best else arms[0].name]),
         "definitions": DEFINITIONS,
@@ -415,16 +470,22 @@ def _reduce(
     else:
         step = rows[0]["seconds_per_pass"]
         plain_step = sum(step[part] for part in ("draft", "verify", "commit", "other"))
-        report["limits"], report["gains"] = limits(best, rows, plain_step, estimated.get(best["drafter"]))
+        report["limits"], report["gains"] = limits(
+            best, rows, plain_step, estimated.get(best["drafter"]), _trained(best)
+        )
     return report
+
+
+def _trained(row: Row) -> bool:
+    return row["method"] not in TRAINING_FREE
 
 
 def _same_width(width: Arm, arm: Arm) -> bool:
     return (
         arm.kind == "draft"
         and arm.temperature == 0
-        and arm.decode.tree == "chain"
-        and width.decode.fixed_width == arm.decode.k + 1
+        and arm.decode.fixed_width is not None
+        and width.decode.fixed_width == arm.decode.fixed_width
     )
 
 
@@ -496,7 +557,7 @@ def _identity(
     questions: dict[tuple[str, int], list[int]],
     lossless: bool,
 ) -> Row:
-    """Greedy answers against plain decoding: by id at the same width (chains), tie-aware otherwise.
+    """Greedy answers against plain decoding: by id at the same width (padded chains), tie-aware otherwise.
 
     Returns `identical_to_plain` (None = not compared), counts, first divergences from unpadded plain decoding with the
     logit gap there, and `red`: why a row that should be lossless is not (None = it is, or it need not be).
@@ -511,8 +572,8 @@ def _identity(
     }
     if arm.temperature > 0 or arm.kind == "plain":
         return found
-    chain = arm.kind == "draft" and arm.decode.tree == "chain"
-    references = {(s.prompt, s.turn): s.ids for s in (width if chain else plain)}
+    padded = arm.kind == "draft" and arm.decode.fixed_width is not None
+    references = {(s.prompt, s.turn): s.ids for s in (width if padded else plain)}
     pairs = [(s, references[s.prompt, s.turn]) for s in samples if (s.prompt, s.turn) in references]
     differing = [s for s, ids in pairs if s.ids != ids]
     found["checked_prompts"], found["identical_prompts"] = len(pairs), len(pairs) - len(differing)
@@ -521,11 +582,11 @@ def _identity(
         unpadded = {(s.prompt, s.turn): s.ids for s in plain}
         compared = [s for s in samples if s.ids != unpadded[s.prompt, s.turn]]
         found["differ_from_unpadded"] = len(compared)
-        for sample in compared if lossless and not chain else compared[:SHOWN_DIVERGENCES]:
+        for sample in compared if lossless and not padded else compared[:SHOWN_DIVERGENCES]:
             key = sample.prompt, sample.turn
             other = divergence(target, drafters, arm, _params(cfg, arm), questions[key], unpadded[key], sample.ids)
             found["divergences"].append({"prompt": sample.prompt, **other})
-        if lossless and chain and differing:
+        if lossless and padded and differing:
             found["red"] = f"{len(differing)} of {len(pairs)} answers differ from plain decoding at the same width"
         elif lossless and not all(other["excused"] for other in found["divergences"]):
             wrong = sum(not other["excused"] for other in found["divergences"])
@@ -656,6 +717,10 @@ def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Promp
         "target_revision": target.facts.revision,
         "k": list(cfg.k),
         "trees": list(cfg.trees),
+        "nodes": cfg.nodes,
+        "width": cfg.width,
+        "threshold": cfg.threshold,
+        "prompt_rows": cfg.prompt_rows,
         "temperatures": list(cfg.temperatures),
         "verifier": cfg.verifier,
         "chat_template": True,
@@ -684,7 +749,8 @@ def _fingerprint(target: Target, drafters: dict[str, Any], prompts: Sequence[Pro
     digest = sha256(json.dumps([settings, target.facts.fingerprint, __version__, torch.__version__]).encode())
     digest.update(json.dumps([asdict(prompt) for prompt in prompts]).encode())
     for name, drafter in drafters.items():
-        for key, tensor in drafter.state_dict().items():
+        weights = {} if hasattr(drafter, "propose") else drafter.state_dict()
+        for key, tensor in weights.items():
             digest.update(f"{name}/{key}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -15,13 +15,14 @@ import os
 import re
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..models import METHODS
+from ..models import METHODS, TRAINING_FREE, FreeSettings
+from ..models.draft_model import load_draft_model
 from ..models.drafter import Drafter, TargetFacts
 from .card import HUB_ID
 from .exporters import EXPORTERS
@@ -40,6 +41,7 @@ from .exporters.layout import FORMAT, Unpacked
 if TYPE_CHECKING:
     from ..models.target import Target
 
+PLAIN_MODEL = "lm:"
 PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 NEEDED = ("format", "method", "target", "config", "taps", "taps_convention", "train_length")
 SHARED_FACTS = ("width", "vocab", "tokens", "layers", "max_positions")  # must be the target's own, exactly
@@ -116,6 +118,30 @@ def verify_folder(folder: Path, config: Mapping[str, Any] | None = None) -> dict
     tensors = read_tensors(folder / WEIGHTS)
     refuse_non_finite(tensors, where)
     return tensors
+
+
+def is_free(name: str | None) -> bool:
+    """Whether a drafter of this name needs no export: a key of TRAINING_FREE, or `lm:` before an ordinary checkpoint."""
+    return name is not None and (name in TRAINING_FREE or name.startswith(PLAIN_MODEL))
+
+
+def free_drafter(name: str, target: Target, settings: FreeSettings | None = None) -> Any:
+    """The training-free drafter of this name, for any target: one of TRAINING_FREE, or the language model (folder or Hub
+    id) behind `lm:`, as it stands."""
+    if name.startswith(PLAIN_MODEL):
+        return load_draft_model(name.removeprefix(PLAIN_MODEL), target)
+    drafter = TRAINING_FREE[name](getattr(settings or FreeSettings(), name), target.facts)
+    drafter.bind(target)
+    return drafter
+
+
+def refuse_idle_settings(settings: FreeSettings, names: Sequence[str | None]) -> None:
+    """Settings of a training-free drafter that takes no part (`names` do) are a mistake: ValueError."""
+    for name in TRAINING_FREE:
+        if name not in names and getattr(settings, name) != getattr(FreeSettings(), name):
+            raise ValueError(
+                f"drafter.{name} is set, but {name} drafts nothing here: add --model {name}, or leave it out"
+            )
 
 
 def load_drafter(name: str, target: Target, *, revision: str | None = None) -> Drafter:

@@ -18,19 +18,22 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch, TargetOut, supervised
-from .tree import Extra
+from .tree import Extra, Tree
 
 __all__ = [
     "NEEDS",
     "Batch",
+    "Budget",
     "Commit",
     "Drafter",
     "ExtraOut",
     "Level",
     "Prefill",
+    "Proposer",
     "TargetFacts",
     "TargetOut",
     "Terms",
+    "Verified",
     "supervised",
 ]
 
@@ -92,6 +95,25 @@ class Prefill:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Budget:
+    """How large the tree of a `propose` may be: nodes per row, levels, children of a node (1 = a chain)."""
+
+    nodes: int
+    depth: int
+    width: int
+
+
+@dataclass
+class Verified:
+    """All rows of the last verification, the anchor first, accepted or not: `logits_BMV` is what the target said after
+    `tokens_BM`. Unused nodes, and rows of requests that are done, are not valid."""
+
+    tokens_BM: Tensor
+    valid_BM: Tensor
+    logits_BMV: Tensor
+
+
 @dataclass
 class ExtraOut:
     """What the extra rows of the last verification computed. `accepted_B`: the node at which the accepted path ended (0
@@ -131,6 +153,7 @@ class Commit:
     last_hidden_BTD: Tensor | None = None
     kv: Any = None
     extra_out: ExtraOut | None = None  # None: no extra rows, or no verification yet (the prompt)
+    verified: Verified | None = None  # for drafters whose `draft_needs` has "teacher"; None after the prompt
 
     def following(self) -> Tensor:
         """[B, T] the token after each row's token: the next committed one, at the end the anchor."""
@@ -186,5 +209,34 @@ class Drafter(Protocol):
     def start(self, state: Any, commit: Commit) -> tuple[Any, Level]: ...
 
     def extend(self, state: Any, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[Any, Level]: ...
+
+    def reset(self, state: Any, rows: Tensor) -> Any: ...
+
+
+class Proposer(Protocol):
+    """The contract of a drafter that has no levels and nothing to train: `propose` returns the whole tree.
+
+    Attributes as of `Drafter` (`taps`, `d2t_W`, `parallel` and `max_depth` have its neutral values). Construction:
+    `Method(config, facts)`, then `bind(target)`. The tree has at most the rows, levels and children of `budget`, a
+    chain where its width is 1, and may be empty; its candidates depend on no coin, so q is None and the rule
+    `target_only` keeps the target's distribution. `params`: the requests' own parameters; `rng`: what a builder knows
+    of them (`inference/trees.py`, Draft). A row whose commit holds nothing is done, and gets no candidates.
+    """
+
+    method: str
+    Config: type
+    draft_needs: frozenset[str]
+    config: Any
+    facts: TargetFacts
+    taps: tuple[int, ...]
+    d2t_W: Tensor | None
+    parallel: int
+    max_depth: int | None
+
+    def bind(self, target: Any) -> None: ...
+
+    def init(self, prefill: Prefill) -> Any: ...
+
+    def propose(self, state: Any, commit: Commit, budget: Budget, params: Any, rng: Any) -> tuple[Any, Tree]: ...
 
     def reset(self, state: Any, rows: Tensor) -> Any: ...
