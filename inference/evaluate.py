@@ -47,7 +47,7 @@ from .figures import (
     speed,
     split_per_pass,
 )
-from .load import free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
+from .load import PLAIN_MODEL, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import html, pieces, print_report, visible
 from .speculate import DecodeConfig, Result, chain_width, generate
 from .suites import SUITES, Prompt, load_suite
@@ -205,7 +205,7 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
     estimated, labels = {}, {}
     for name, revision, config in zip(names, revisions, configs, strict=True):
         if is_free(name):
-            drafters[f"lm:{_label(name)}" if name.startswith("lm:") else name] = free_drafter(name, target, cfg.drafter)
+            drafters[_free_label(name)] = free_drafter(name, target, cfg.drafter)
             continue
         drafter = load_drafter(name, target, revision=revision)
         label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
@@ -733,6 +733,11 @@ def _label(model: str) -> str:
     """A short name of an export: its folder's, or that of the run around an `export` folder."""
     path = Path(model)
     return path.parent.name if path.name == "export" and path.parent.name else path.name
+
+
+def _free_label(name: str) -> str:
+    """The name of a training-free drafter, without a language model's folder."""
+    return PLAIN_MODEL + _label(name.removeprefix(PLAIN_MODEL)) if name.startswith(PLAIN_MODEL) else name
 
 
 def _json_path(cfg: EvaluateConfig) -> Path:
