@@ -47,7 +47,7 @@ from .figures import (
     speed,
     split_per_pass,
 )
-from .load import free_drafter, load_drafter, read_export_config, refuse_idle_settings
+from .load import PLAIN_MODEL, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import html, pieces, print_report, visible
 from .speculate import DecodeConfig, Result, chain_width, generate
 from .suites import SUITES, Prompt, load_suite
@@ -63,7 +63,8 @@ class EvaluateConfig:
     """What to measure."""
 
     model: str
-    """Export folder or Hub id of the drafter, or ngram, suffix, recycling, lookahead (training-free, for any target)."""
+    """Export folder or Hub id of the drafter; or, for any target and without training, ngram, suffix, recycling, lookahead
+    or lm:MODEL (folder or Hub id of a small language model)."""
     also: tuple[str, ...] = ()
     """Further drafters for the same target, measured beside it in the same run."""
     target: str | None = None
@@ -201,7 +202,7 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
     names = [model, *cfg.also]
     revisions = [cfg.revision] + [None] * len(cfg.also)
     configs = [
-        {} if name in TRAINING_FREE else read_export_config(name, revision)["draftsmith"]
+        {} if is_free(name) else read_export_config(name, revision)["draftsmith"]
         for name, revision in zip(names, revisions, strict=True)
     ]
     facts = next((config["target"] for config in configs if config), {})
@@ -218,8 +219,8 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
     drafters: dict[str, Any] = {}
     estimated, labels = {}, {}
     for name, revision, config in zip(names, revisions, configs, strict=True):
-        if name in TRAINING_FREE:
-            drafters[name] = free_drafter(name, target, cfg.drafter)
+        if is_free(name):
+            drafters[_free_label(name)] = free_drafter(name, target, cfg.drafter)
             continue
         drafter = load_drafter(name, target, revision=revision)
         label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
@@ -238,7 +239,7 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     written = write_report(report, cfg)
     print_report(report, console)
     console.print(visible(f"wrote {written[0]} and {written[1]}"))
-    if cfg.card and not cfg.also and cfg.model not in TRAINING_FREE and Path(cfg.model).is_dir():
+    if cfg.card and not cfg.also and not is_free(cfg.model) and Path(cfg.model).is_dir():
         for path, name in zip(written, ("report.json", "report.html"), strict=True):
             (Path(cfg.model) / name).write_bytes(path.read_bytes())
         write_card(Path(cfg.model))
@@ -751,6 +752,11 @@ def _label(model: str) -> str:
     """A short name of an export: its folder's, or that of the run around an `export` folder."""
     path = Path(model)
     return path.parent.name if path.name == "export" and path.parent.name else path.name
+
+
+def _free_label(name: str) -> str:
+    """The name of a training-free drafter, without a language model's folder."""
+    return PLAIN_MODEL + _label(name.removeprefix(PLAIN_MODEL)) if name.startswith(PLAIN_MODEL) else name
 
 
 def _json_path(cfg: EvaluateConfig) -> Path:

@@ -19,10 +19,10 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from ..losses.probs import SamplingParams
-from ..models import TRAINING_FREE, FreeSettings
+from ..models import FreeSettings
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
-from .load import free_drafter, load_drafter, read_export_config, refuse_idle_settings
+from .load import free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import visible
 from .speculate import DecodeConfig, generate
 from .verify import VERIFIERS
@@ -37,8 +37,8 @@ class GenerateConfig:
     prompt: str
     """The user's message (or, with `raw`, the text to go on from)."""
     model: str | None = None
-    """Export folder or Hub id of a drafter, or ngram, suffix, recycling, lookahead (training-free, for any target);
-    without it the target decodes on its own."""
+    """Export folder or Hub id of a drafter; or, for any target and without training, ngram, suffix, recycling, lookahead
+    or lm:MODEL (folder or Hub id of a small language model); without it the target decodes on its own."""
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that an export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
@@ -121,7 +121,7 @@ def run_generate(cfg: GenerateConfig) -> None:
     """
     sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
     refuse_idle_settings(cfg.drafter, [cfg.model])
-    free = cfg.model in TRAINING_FREE
+    free = is_free(cfg.model)
     export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model and not free else None
     name = cfg.target or (export["target"]["name"] if export else None)
     if name is None:

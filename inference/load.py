@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..models import METHODS, TRAINING_FREE, FreeSettings
-from ..models.drafter import Drafter, Proposer, TargetFacts
+from ..models.draft_model import load_draft_model
+from ..models.drafter import Drafter, TargetFacts
 from .card import HUB_ID
 from .exporters import EXPORTERS
 from .exporters.folder import (
@@ -40,6 +41,7 @@ from .exporters.layout import FORMAT, Unpacked
 if TYPE_CHECKING:
     from ..models.target import Target
 
+PLAIN_MODEL = "lm:"
 PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 NEEDED = ("format", "method", "target", "config", "taps", "taps_convention", "train_length")
 SHARED_FACTS = ("width", "vocab", "tokens", "layers", "max_positions")  # must be the target's own, exactly
@@ -118,8 +120,16 @@ def verify_folder(folder: Path, config: Mapping[str, Any] | None = None) -> dict
     return tensors
 
 
-def free_drafter(name: str, target: Target, settings: FreeSettings | None = None) -> Proposer:
-    """The training-free drafter of this name (a key of TRAINING_FREE), for any target."""
+def is_free(name: str | None) -> bool:
+    """Whether a drafter of this name needs no export: a key of TRAINING_FREE, or `lm:` before an ordinary checkpoint."""
+    return name is not None and (name in TRAINING_FREE or name.startswith(PLAIN_MODEL))
+
+
+def free_drafter(name: str, target: Target, settings: FreeSettings | None = None) -> Any:
+    """The training-free drafter of this name, for any target: one of TRAINING_FREE, or the language model (folder or Hub
+    id) behind `lm:`, as it stands."""
+    if name.startswith(PLAIN_MODEL):
+        return load_draft_model(name.removeprefix(PLAIN_MODEL), target)
     drafter = TRAINING_FREE[name](getattr(settings or FreeSettings(), name), target.facts)
     drafter.bind(target)
     return drafter

@@ -421,6 +421,21 @@ def test_a_draft_model_with_renamed_ids_is_always_right(target: Target, tmp_path
     assert all(a == 1.0 for r in fast for a in r.stats.alpha)
 
 
+def test_an_ordinary_model_drafts_by_its_name(stranger: str, capsys: Any) -> None:
+    """`--model lm:FOLDER`: no export, no training; the report does not tell where the folder lies."""
+    from draftsmith.inference.evaluate import EvaluateConfig, evaluate
+    from draftsmith.inference.generate import GenerateConfig, run_generate
+
+    run_generate(GenerateConfig(prompt="abc", raw=True, model=f"lm:{stranger}", target="tiny", max_new_tokens=8))
+    assert "verify passes" in capsys.readouterr().out
+    cfg = EvaluateConfig(f"lm:{stranger}", target="tiny", prompts=2, max_new_tokens=8, k=(2,), hf_prompts=0)
+    report = evaluate(cfg.model, cfg)
+    (row,) = [r for r in report["rows"] if r["method"] == "draft_model"]
+    assert row["name"] == "lm:stranger chain K=2" and str(Path(stranger).parent) not in json.dumps(report)
+    with pytest.raises(ValueError, match="add --target NAME"):
+        run_generate(GenerateConfig(prompt="abc", model=f"lm:{stranger}"))
+
+
 @pytest.mark.parametrize("tree", ["chain", "static"])
 def test_sampled_law_with_another_vocabulary(tree: str, scripted: Any) -> None:
     """Joint law of two tokens, 16 cells, 20,000 answers: the draft model shares three of the target's four tokens."""
@@ -433,6 +448,7 @@ def test_sampled_law_with_another_vocabulary(tree: str, scripted: Any) -> None:
     drafter.tokenizer = theirs
     drafter.bind(target)
     assert drafter.d2t_W is not None and drafter.d2t_W.tolist() == [0, 1, 2] and drafter.rows_W.tolist() == [3, 4, 1]  # type: ignore[union-attr]
+    target.tokenizer = None  # answers are ids alone
     with torch.no_grad():
         drafter.lm_head.weight.mul_(30)  # far from flat
     params, n = SamplingParams(temperature=1.0, max_new_tokens=3), 20_000

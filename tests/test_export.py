@@ -365,8 +365,8 @@ def test_language_models_are_ordinary_checkpoints(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("method", "change", "words"),
     [
-        ("draft_model", {"num_attention_heads": 2, "head_dim": 24}, "one architecture to engines"),
-        ("draft_model", {"rms_norm_eps": 1e-3}, "one architecture to engines"),
+        ("draft_model", {"num_attention_heads": 2, "head_dim": 24}, "does not hold what"),
+        ("draft_model", {"rms_norm_eps": 1e-3}, "engines.*rms_norm_eps: file 0.001, head 1e-06"),
         ("draft_model", {"num_hidden_layers": 10**9}, "1..1000"),
         ("draft_model", {"auto_map": {"AutoModel": "x.y"}}, "auto_map not allowed"),
         ("pard", {"pard_token": 8}, "pard_token is 8"),

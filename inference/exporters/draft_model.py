@@ -97,8 +97,14 @@ def slots(config: Mapping[str, Any]) -> dict[str, Slot]:
 def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
     """The drafter's own state: the same names, tied ones under both. ValueError when config.json says two architectures."""
     ours = config["draftsmith"]
-    if (ours["config"].get("lm") or {}).get("architecture") != architecture_of(config):
-        raise ValueError("config.json says one architecture to engines and another to draftsmith; export it again")
+    stated, own = architecture_of(config), (ours["config"].get("lm") or {}).get("architecture") or {}
+    faults = [
+        f"{key}: file {stated.get(key, 'nothing')!r}, head {own.get(key, 'nothing')!r}"
+        for key in sorted(stated.keys() | own.keys())
+        if stated.get(key) != own.get(key)
+    ]
+    if faults:
+        raise ValueError("config.json says another head to engines (export it again); " + "; ".join(faults))
     state = tensors | {name: tensors[original] for name, original in tied(architecture_of(config)).items()}
     ids = ours.get("draft_ids")
     return Unpacked(state, None if ids is None else torch.tensor(ids, dtype=torch.int64))
