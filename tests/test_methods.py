@@ -27,8 +27,14 @@ DEPTHS = {"medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "step
 DEPTHS |= {"dflash": "block", "dspark": "block"}
 OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
     "peagle": {"layers": 2, "ratio": 1.0},
-    "dflash": {"layers": 2, "anchors": None, "sample_from_anchor": True, "objective": "kl"},
-    "dspark": {"layers": 2, "anchors": None, "rank": 8, "confidence": False},  # tests/test_dspark.py has that one
+    "dflash": {"layers": 2, "anchors": None, "sample_from_anchor": True, "objective": "kl", "denominator": "slots"},
+    "dspark": {
+        "layers": 2,
+        "anchors": None,
+        "rank": 8,
+        "confidence": False,
+        "denominator": "slots",
+    },  # tests/test_dspark.py has that one
 }
 SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
 
