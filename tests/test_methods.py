@@ -30,8 +30,14 @@ DEPTHS = {
 OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
     "peagle": {"layers": 2, "ratio": 1.0},
     "pard": {"ratio": 1.0, "objective": "kl"},
-    "dflash": {"layers": 2, "anchors": None, "sample_from_anchor": True, "objective": "kl"},
-    "dspark": {"layers": 2, "anchors": None, "rank": 8, "confidence": False},  # tests/test_dspark.py has that one
+    "dflash": {"layers": 2, "anchors": None, "sample_from_anchor": True, "objective": "kl", "denominator": "slots"},
+    "dspark": {
+        "layers": 2,
+        "anchors": None,
+        "rank": 8,
+        "confidence": False,
+        "denominator": "slots",
+    },  # tests/test_dspark.py has that one
 }
 TEXT = ("draft_model",)  # read the text as it stands: deeper pairs are those of depth 1, and no loss of their own
 SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
