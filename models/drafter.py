@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch, TargetOut, supervised
+from .tree import Extra
 
 __all__ = [
     "NEEDS",
     "Batch",
     "Commit",
     "Drafter",
+    "ExtraOut",
     "Level",
     "Prefill",
     "TargetFacts",
@@ -91,6 +93,29 @@ class Prefill:
 
 
 @dataclass
+class ExtraOut:
+    """What the extra rows of the last verification computed. `accepted_B`: the node at which the accepted path ended (0
+    = anchor), whose own rows look ahead of the new anchor; `nodes_BE`: the node that each row hung on."""
+
+    rows: Extra
+    nodes_BE: Tensor
+    accepted_B: Tensor
+    last_hidden_BED: Tensor  # after the final norm
+    taps_BEPD: Tensor | None = None
+
+    def below_accepted(self, count: int) -> tuple[Tensor, Tensor]:
+        """[B, count, D] last hidden states of the first `count` rows that hang on the accepted node, in order of
+        creation; and bool [B, count], False where it has fewer (those states are to be ignored)."""
+        own_BE = (self.nodes_BE == self.accepted_B[:, None]) & self.rows.valid_BE
+        short = max(0, count - own_BE.shape[1])
+        own_BE = torch.nn.functional.pad(own_BE, (0, short))
+        hidden_BED = torch.nn.functional.pad(self.last_hidden_BED, (0, 0, 0, short))
+        order_BX = (~own_BE).int().sort(dim=1, stable=True).indices[:, :count]
+        rows_B1 = torch.arange(own_BE.shape[0], device=own_BE.device)[:, None]
+        return hidden_BED[rows_B1, order_BX], own_BE.gather(1, order_BX)
+
+
+@dataclass
 class Commit:
     """The ragged rows committed since the last time (at first: the prompt), right-padded to T = max(counts_B).
 
@@ -105,7 +130,7 @@ class Commit:
     taps_BTPD: Tensor | None = None
     last_hidden_BTD: Tensor | None = None
     kv: Any = None
-    extra_out: Any = None
+    extra_out: ExtraOut | None = None  # None: no extra rows, or no verification yet (the prompt)
 
     def following(self) -> Tensor:
         """[B, T] the token after each row's token: the next committed one, at the end the anchor."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
 from transformers.utils import cached_file, logging
 
-from .cache import Cache
+from .cache import Cache, PrefixCache
 from .drafter import TargetFacts
 from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
 
@@ -125,6 +125,7 @@ class Target(nn.Module):
         cache: Cache | None = None,
         see_BTA: Tensor | None = None,
         taps: Sequence[int] = (),
+        prefix_kv: Tensor | None = None,
     ) -> States:
         """Run the decoder over T new tokens per row.
 
@@ -134,8 +135,18 @@ class Target(nn.Module):
         change (the caller commits). `see_BTA` then speaks of the uncommitted tail: A = T, or A > T if A - T tokens
         were appended by earlier passes and not committed. Sliding windows are applied per layer type, by position.
         Every token must see itself. Raises ValueError for taps outside 0..layers, and if the cache overflows.
+
+        `prefix_kv` [layers, 2, kv_heads, P, head_dim]: keys and values of no token, read as they are (nothing is
+        rotated) by those tokens to which `see_BTA` shows them in P more columns, its last ones. No window cuts them.
+        Without a cache gradients flow into them; with one they take P slots behind the tail, for this pass.
         """
         t = positions_BT.shape[1]
+        p = 0
+        if prefix_kv is not None:
+            if see_BTA is None:
+                raise ValueError("prefix_kv needs see_BTA, whose last columns say which tokens see it")
+            p = self._check_prefix(prefix_kv)
+            prefix_kv = prefix_kv.to(self.dtype)
         if self._fixed_to is not None and int(positions_BT.max()) >= self._fixed_to:
             raise ValueError(
                 f"position {int(positions_BT.max())}: beyond {self._fixed_to} positions the rotary frequencies of target "
@@ -147,14 +158,17 @@ class Target(nn.Module):
             back_BTT = positions_BT[:, :, None] - positions_BT[:, None, :]
 
             def mask_for(window: int | None) -> Tensor:
-                see_BTT = see_BTA if window is None else see_BTA & (back_BTT < window)
-                return self._as_attention_wants(see_BTT[:, None])
+                near_BTT = None if window is None else back_BTT < window
+                if near_BTT is not None and p:
+                    near_BTT = nn.functional.pad(near_BTT, (0, p), value=True)
+                return self._as_attention_wants((see_BTA if near_BTT is None else see_BTA & near_BTT)[:, None])
         else:
-            cache.begin(positions_BT, offset=see_BTA.shape[2] - t)
+            cache.begin(positions_BT, see_BTA.shape[2] - t - p, prefix_kv)
 
             def mask_for(window: int | None) -> Tensor:
                 return self._as_attention_wants(cache.mask(see_BTA, window))
 
+        store = PrefixCache(prefix_kv) if cache is None and prefix_kv is not None else cache
         windows = self._windows
         mask = {k: mask_for(w) for k, w in windows.items()} if isinstance(windows, dict) else mask_for(windows)
         streams: dict[int, Tensor] = {}
@@ -164,7 +178,7 @@ class Target(nn.Module):
         ]
         try:
             out = self._decoder[0](
-                **{"input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs, self._cache_argument: cache},
+                **{"input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs, self._cache_argument: store},
                 attention_mask=mask,
                 position_ids=positions_BT,
                 use_cache=False,
@@ -213,6 +227,14 @@ class Target(nn.Module):
                     f"tap {k} of {tuple(taps)}: target {self.facts.name!r} has states h[0]..h[{self.facts.layers}]"
                 )
         return taps
+
+    def _check_prefix(self, prefix_kv: Tensor) -> int:
+        """P; raises ValueError if the shape is not [layers, 2, kv_heads, P, head_dim]."""
+        facts = self.facts
+        shape, want = list(prefix_kv.shape), [facts.layers, 2, facts.kv_heads, -1, facts.head_dim]
+        if len(shape) != 5 or [*shape[:3], -1, shape[4]] != want:
+            raise ValueError(f"prefix_kv of shape {shape}: target {facts.name!r} takes {want}, -1 = any length")
+        return shape[3]
 
     def _causal(self, t: int) -> Tensor:
         if self._causal_TT.shape[0] < t or self._causal_TT.device != self.device:
