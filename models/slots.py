@@ -572,13 +572,14 @@ def score(
     objective: Objective,
     oov: Oov,
     weight: Weight = "uniform",
+    depths: int | None = None,
 ) -> Terms:
     """The term `slots`: the weighted sum of the objective over `slots.flat_R` (divide it by `denominator`), and metrics.
 
     The teacher of a label is the target's state one token before it. Without states (`out.last_hidden_BTD` None; the
     objective must be ce) the data's tokens stand in for it. Metrics per `drafted` d: `accuracy_d`, `accept_d`; besides
-    `lost_mass`, `run_length`, `run_length_sq` (leading correct slots of groups that have every d), as
-    `supervision.Scorer` has them, all unweighted.
+    `lost_mass`, `run_length`, `run_length_sq` (leading correct slots of groups that have every d up to `depths`; None =
+    the largest there is), as `supervision.Scorer` has them, all unweighted.
     """
     flat_R = slots.flat_R
     labels_R = slots.label_ids(batch)
@@ -612,7 +613,8 @@ def score(
         loss, scored = fused_score(logits_RW, bank.rows(index_R, draft_R), objective, oov, weight_R)
         correct_R, accept_R, lost_R = scored.correct_R, scored.accept_R, scored.lost_R
     terms = Terms({"slots": loss})
-    group_R, groups, depths = _chains(slots)
+    group_R, groups, largest = _chains(slots)
+    depths = max(depths or 0, largest)
     step_R = slots.drafted_BQ.flatten()[flat_R] - 1
     for d in range(1, depths + 1):
         here_R = step_R == d - 1

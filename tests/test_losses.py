@@ -85,6 +85,7 @@ def test_values_by_independent_formulas() -> None:
         "reverse_kl": (q * (q / p).log()).sum(-1),
         "jsd": ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
         "tv": (p - q).abs().sum(-1) / 2,
+        "l1": (p - q).abs().sum(-1),
         "neg_log_accept": -torch.minimum(p, q).sum(-1).log(),
         "topk_ce": -(p * q.log()).sum(-1),  # 7 ids: all are among the ten likeliest
         "ce": torch.stack([-q[i, j].log() if j >= 0 else q.new_zeros(()) for i, j in enumerate(rows.label_R)]),
