@@ -300,7 +300,9 @@ class _Batch:
         self._check_width(nodes, extra)
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
         behind = 0 if self.prefix_kv is None else self.prefix_kv.shape[3]
-        self.slots = longest + (decode.fixed_width or 1 + nodes + extra + behind)
+        # A drafter that reads the target's cache may write its own passes behind the text, to be overwritten.
+        written = drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
+        self.slots = longest + max(decode.fixed_width or 1 + nodes + extra + behind, written)
         # A drafter keeps what it was asked to extend, which may be more than what stayed in the tree.
         asked, depth = nodes, nodes
         if self.plan is not None:

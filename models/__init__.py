@@ -12,14 +12,20 @@ Letters of shape suffixes, for the whole repository (`hidden_BTD` has shape [bat
 
 from typing import Any
 
+from .dual_view import DualView
 from .eagle import Eagle
 from .eagle3 import Eagle3
+from .falcon import Falcon
 from .hydra import Hydra
 from .medusa import Medusa
+from .prompt_tokens import PromptTokens
 
 METHODS: dict[str, Any] = {
     "medusa": Medusa,
     "hydra": Hydra,
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "falcon": Falcon,
+    "dual_view": DualView,
+    "prompt_tokens": PromptTokens,
 }

@@ -12,7 +12,7 @@ levels between are read off. A draft needs k rows of text.
 
 Training. For a state row t its block is a group of k slots (`models/slots.py`: anchor t-k+1, context before it, all of
 the block visible), at all t: no fixed cut into blocks, which drafting would not keep either. *Coupled sequential
-glancing* (section 3.2): a first pass without gradients drafts; of each block floor(share * misses + u) slots, u uniform,
+glancing*: a first pass without gradients drafts; of each block floor(share * misses + u) slots, u uniform,
 in one run at a random place, at most all but one, then show the answer (feature and token), and lose their loss in the
 second pass. `share` falls linearly, glance * (1 - progress). The paper glances over whole sequences, by epochs, with
 0.4; its code has 0.35 * (1 - progress) + 0.1; how the paper treats the loss of shown slots is not said. The dropout of
@@ -69,15 +69,15 @@ class FalconConfig:
     """Settings of a Falcon drafter."""
 
     block: int = 2
-    """k, tokens per pass (Falcon, section 4: 2 is fastest)."""
+    """k, tokens per pass (Falcon, experiments: 2 is fastest)."""
     rounds: int = 1
     """Passes trained on the drafter's own features, each detached from the one before (Falcon: 1; HASS's idea)."""
     anchors: int | None = None
     """State rows per document that are trained, drawn anew in every epoch; null = all."""
     glance: float = 0.4
-    """Share of the missed slots that show the answer in the second pass, at the start; 0 = one pass (Falcon, 3.2)."""
+    """Share of the missed slots that show the answer in the second pass, at the start; 0 = one pass (Falcon: 0.4)."""
     objective: str = "feature_smooth_l1 + 0.09*kl + 0.01*ce"
-    """Loss per slot (Falcon, section 3.2: features plus 0.1 times 0.9 soft and 0.1 hard)."""
+    """Loss per slot (Falcon: features plus 0.1 times 0.9 soft and 0.1 hard)."""
     depth_weight: float = 1.0
     """Depth d weighs depth_weight ** (d - 1) (Falcon: all alike)."""
     oov: Oov = "renormalise"

@@ -4,15 +4,21 @@ To add one: a file with an `EXPORTER` (see `layout.py`), and its line here. Expo
 iterate over the table, and so do tests/test_export.py and tests/test_check.py.
 """
 
+from .dual_view import EXPORTER as DUAL_VIEW
 from .eagle import EXPORTER as EAGLE
 from .eagle3 import EXPORTER as EAGLE3
+from .falcon import EXPORTER as FALCON
 from .hydra import EXPORTER as HYDRA
 from .layout import Exporter
 from .medusa import EXPORTER as MEDUSA
+from .prompt_tokens import EXPORTER as PROMPT_TOKENS
 
 EXPORTERS: dict[str, Exporter] = {
     "medusa": MEDUSA,
     "hydra": HYDRA,
     "eagle": EAGLE,
     "eagle3": EAGLE3,
+    "falcon": FALCON,
+    "dual_view": DUAL_VIEW,
+    "prompt_tokens": PROMPT_TOKENS,
 }
