@@ -249,7 +249,9 @@ class Falcon(nn.Module):
         with torch.no_grad():
             first_BQD = self.unroll(slots, batch, target_out.embed, text)
             terms = self.score(slots, batch, target_out, first_BQD)
-            shown_BQ = glance(slots, batch, self.guess(slots, target_out, first_BQD), share)
+            shown_BQ = glance(
+                slots, batch, self.guess(slots, target_out, first_BQD), share, hidden_BQ=slots.weight_BQ > 0
+            )
         second_BQD = self.unroll(slots, batch, target_out.embed, text, shown_BQ)
         left = replace(slots, weight_BQ=slots.weight_BQ.masked_fill(shown_BQ, 0))
         return Terms(self.score(left, batch, target_out, second_BQD).losses, terms.metrics)

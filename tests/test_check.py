@@ -6,6 +6,7 @@ Iterates over the exporters' table. Run: pytest tests/test_check.py
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -24,14 +25,19 @@ from draftsmith.inference.export import RunFacts, export
 from draftsmith.inference.exporters import EXPORTERS
 from draftsmith.inference.exporters.folder import REPLAY, WEIGHTS
 from draftsmith.models import METHODS
-from draftsmith.models.drafter import Batch, TargetOut
+from draftsmith.models.drafter import Batch
+from draftsmith.models.slots import score
 from draftsmith.models.supervision import Scorer
+from draftsmith.models.target import live_states
 
 OPTIONS = {
     "medusa": {"heads": 3, "head": "shared"},
     "hydra": {"heads": 3, "prefix": True},
     "eagle": {"steps": 4},
     "eagle3": {"steps": 4, "taps": (1, 2, 3), "fc_norm": True},
+    "falcon": {"block": 4},
+    "dual_view": {"block": 4, "anchors": None},
+    "prompt_tokens": {"variant": "bita", "tokens": 4, "points": 100},
 }
 
 
@@ -95,16 +101,22 @@ def test_stored_logits_are_those_the_loss_is_computed_from(exported, monkeypatch
         positions_BT=torch.arange(t).expand(s, t),
         samples_BT=torch.arange(s)[:, None].expand(s, t),
     )
-    states = target.forward(ids_ST, batch.positions_BT, taps=drafter.taps)
-    out = TargetOut(states.taps_BTPD, states.last_hidden_BTD, head=target.head, embed=target.embed)
+    out = live_states(target, drafter, batch)
     seen = {}
 
     def spy(self, depth, logits_RW, feature_RD=None):
         for flat, row in zip(self.rows.flat_R[self.rows.pairs[depth - 1]].tolist(), logits_RW, strict=True):
             seen[depth, flat] = row.detach()
 
+    def spy_slots(logits_RW, slots, batch, *rest, **named):
+        for i, at in enumerate(slots.flat_R.tolist()):
+            known, depth = (x.flatten()[at] for x in (slots.label_BQ - slots.drafted_BQ, slots.drafted_BQ))
+            seen[int(depth), at // slots.label_BQ.shape[1] * t + int(known) - 1] = logits_RW[i].detach()
+        return score(logits_RW, slots, batch, *rest, **named)
+
     monkeypatch.setattr(Scorer, "add", spy)
     monkeypatch.setattr(Scorer, "terms", lambda self: None)
+    monkeypatch.setattr(sys.modules[type(drafter).__module__], "score", spy_slots, raising=False)
     drafter.loss(batch, out, 0.0)
     t2d = {int(i): w for w, i in enumerate(drafter.d2t_W)}
     compared = 0
@@ -130,6 +142,9 @@ FAULTS = {
         ("fc_norm.1.weight", torch.ones_like),
         ("midlayer.mlp.down_proj.weight", torch.zeros_like),
     ],
+    "falcon": [("lstm.0.recurrent.weight", torch.zeros_like), ("lstm.1.input.bias", lambda t: t.roll(48))],
+    "dual_view": [("mask_embed", lambda t: t.roll(1)), ("layers.2.v_proj.up.weight", torch.zeros_like)],
+    "prompt_tokens": [("prompt_embed", lambda t: t.roll(1, 0)), ("prefix_kv", lambda t: t.roll(1, 1))],
 }
 
 

@@ -39,6 +39,13 @@ VARIANTS = {
         {"steps": 2, "norm_before_fc": True, "norm_before_residual": True, "taps": (2, 4)},
         True,
     ),
+    "falcon": ("falcon", {}, False),
+    "falcon_reduced": ("falcon", {"block": 3, "kv_heads": 2, "intermediate": 80}, True),
+    "dual_view": ("dual_view", {"block": 3, "rank": 4}, False),
+    "dual_view_full_reduced": ("dual_view", {"block": 2, "rank": None}, True),
+    "bita_reduced": ("prompt_tokens", {"prefix": 5}, True),
+    "ppd": ("prompt_tokens", {"variant": "ppd", "tokens": 2, "members": 3}, False),
+    "pass": ("prompt_tokens", {"variant": "pass"}, False),
 }
 
 

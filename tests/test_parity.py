@@ -6,6 +6,7 @@ trees. Random weights everywhere, so that no part is idle.
     pytest tests/test_parity.py
 """
 
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.inference.check import handed_over
 from draftsmith.models import METHODS
 from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
+from draftsmith.models.slots import score
 from draftsmith.models.supervision import Scorer
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, live_states
 
 K = 4
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,8 +35,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-3.1": ("eagle3", {"steps": K, "fc_norm": True, "norm_output": True}),
     "eagle3-norm_before_fc": ("eagle3", {"steps": K, "norm_before_fc": True, "kv_heads": 1}),
     "eagle3-norm_before_residual": ("eagle3", {"steps": K, "norm_before_residual": True, "taps": (0, 2, 3, 4)}),
+    "falcon": ("falcon", {"block": K, "kv_heads": 2}),
+    "falcon-rounds": ("falcon", {"block": 2, "rounds": 2, "glance": 0.0}),
+    "dual_view": ("dual_view", {"block": K, "anchors": None, "rank": 4}),
+    "dual_view-full": ("dual_view", {"block": K, "anchors": None, "rank": None}),
+    "bita": ("prompt_tokens", {"variant": "bita", "tokens": K, "points": 100, "prefix": 3}),
+    "ppd": ("prompt_tokens", {"variant": "ppd", "tokens": K, "points": 100}),
+    "pass": ("prompt_tokens", {"variant": "pass", "tokens": K, "points": 100}),
 }
 DRAFT_IDS = torch.arange(3, 200, 3)
+PARALLEL = ("medusa", "dual_view", "prompt_tokens")  # `start` gives all their levels
 
 
 def make_drafter(name: str, target: Target, reduced: bool = True) -> Any:
@@ -59,14 +70,6 @@ def make_batch(lengths: list[int], seed: int = 0) -> Batch:
     return Batch(*(torch.tensor([x]) for x in (ids, supervised, positions, samples)))
 
 
-def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
-    see_BTT = (batch.samples_BT[:, :, None] == batch.samples_BT[:, None]) & torch.ones(
-        batch.ids_BT.shape[1], batch.ids_BT.shape[1], dtype=torch.bool
-    ).tril()
-    out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
-    return TargetOut(out.taps_BTPD, out.last_hidden_BTD, head=target.head, embed=target.embed)
-
-
 def training_logits(drafter: Any, batch: Batch, out: TargetOut, monkeypatch: Any) -> list[dict[int, Tensor]]:
     """Per depth: state row (flat) -> the logits that the loss was computed from."""
     seen: list[dict[int, Tensor]] = []
@@ -77,13 +80,23 @@ def training_logits(drafter: Any, batch: Batch, out: TargetOut, monkeypatch: Any
         seen.append({int(f): row.detach() for f, row in zip(flat_R, logits_RW, strict=True)})
         add(self, depth, logits_RW, feature_RD)
 
-    monkeypatch.setattr(Scorer, "add", spy)
-    drafter.loss(batch, out, 0.0)
-    monkeypatch.setattr(Scorer, "add", add)
+    def spy_slots(logits_RW: Tensor, slots: Any, *rest: Any, **named: Any) -> Any:
+        row_R = (slots.label_BQ - slots.drafted_BQ - 1).flatten()[slots.flat_R]  # the batch has one row
+        depth_R = slots.drafted_BQ.flatten()[slots.flat_R]
+        for d in range(1, K + 1):
+            seen.append({int(row_R[i]): logits_RW[i].detach() for i in (depth_R == d).nonzero()[:, 0]})
+        return score(logits_RW, slots, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scorer, "add", spy)
+        patch.setattr(sys.modules[type(drafter).__module__], "score", spy_slots, raising=False)
+        drafter.loss(batch, out, 0.0)
     return seen
 
 
-def commit_of(rows: list[tuple[Tensor, int, int]], out: TargetOut, batch: Batch) -> Commit:
+def commit_of(
+    rows: list[tuple[Tensor, int, int]], out: TargetOut, batch: Batch, drafter: Any, target: Target
+) -> Commit:
     """`rows`: (flat state rows of a document, first and one past the last to commit). Padding is made of junk."""
     t = max(1, *(hi - lo for _, lo, hi in rows))
     flat_BT = torch.stack(
@@ -102,7 +115,10 @@ def commit_of(rows: list[tuple[Tensor, int, int]], out: TargetOut, batch: Batch)
 
     ids_BT = torch.where(real_BT, batch.ids_BT[0, flat_BT], 11)
     positions_BT = torch.where(real_BT, batch.positions_BT[0, flat_BT], 0)
-    return Commit(ids_BT, counts_B, positions_BT, anchors, pick(out.taps_BTPD), pick(out.last_hidden_BTD))
+    text_BT = torch.nn.utils.rnn.pad_sequence([batch.ids_BT[0, r[:hi]] for r, _, hi in rows], batch_first=True)
+    kv, extra_out = handed_over(drafter, target, text_BT, torch.tensor([hi for _, _, hi in rows]))
+    taps, last_hidden = pick(out.taps_BTPD), pick(out.last_hidden_BTD)
+    return Commit(ids_BT, counts_B, positions_BT, anchors, taps, last_hidden, kv, extra_out)
 
 
 def runtime_levels(drafter: Any, state: Any, commit: Commit, tokens_BK: Tensor) -> tuple[Any, Tensor]:
@@ -128,13 +144,13 @@ def test_training_logits_equal_runtime_logits(name: str, target: Target, monkeyp
     leaving rejected slots behind) after each; the second document is done before the first."""
     batch = make_batch([22, 17])
     drafter = make_drafter(name, target)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     trained = training_logits(drafter, batch, out, monkeypatch)
     documents = [(batch.samples_BT[0] == i).nonzero()[:, 0] for i in range(2)]
     state = drafter.init(Prefill(2, 40, torch.device("cpu"), torch.float32))
     compared, edges = 0, [(0, 0), (5, 3), (6, 7), (9, 8), (10, 12), (14, 12), (17, 12)]
     for (lo0, lo1), (hi0, hi1) in pairwise(edges):
-        commit = commit_of([(documents[0], lo0, hi0), (documents[1], lo1, hi1)], out, batch)
+        commit = commit_of([(documents[0], lo0, hi0), (documents[1], lo1, hi1)], out, batch, drafter, target)
         tokens_BK = torch.stack(
             [batch.ids_BT[0, r[hi + 1 : hi + 1 + K]] for r, hi in zip(documents, (hi0, hi1), strict=True)]
         )
@@ -148,14 +164,17 @@ def test_training_logits_equal_runtime_logits(name: str, target: Target, monkeyp
     assert compared > 30 and trained[0] and trained[K - 1]
 
 
-@pytest.mark.parametrize("name", [n for n in VARIANTS if not n.startswith("medusa")])
+@pytest.mark.parametrize("name", [n for n, (method, _) in VARIANTS.items() if method not in PARALLEL])
 def test_tree_nodes_equal_their_paths(name: str, target: Target) -> None:
     """Every node of a branching tree, drafted together, has the logits of its own path drafted as a chain."""
     batch = make_batch([20])
     drafter = make_drafter(name, target)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     document = (batch.samples_BT[0] == 0).nonzero()[:, 0]
-    commits = [commit_of([(document, 0, 6)], out, batch), commit_of([(document, 6, 9)], out, batch)]
+    commits = [
+        commit_of([(document, 0, 6)], out, batch, drafter, target),
+        commit_of([(document, 6, 9)], out, batch, drafter, target),
+    ]
 
     def fresh() -> Any:
         state = drafter.init(Prefill(1, 40, torch.device("cpu"), torch.float32))
@@ -186,13 +205,15 @@ def test_finished_rows_change_nothing(name: str, target: Target) -> None:
     """A row that commits nothing says so, and leaves the other rows' logits to the bit what they are beside any row."""
     batch = make_batch([18, 14])
     drafter = make_drafter(name, target)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     documents = [(batch.samples_BT[0] == i).nonzero()[:, 0] for i in range(2)]
     results = []
     for second in ((documents[1], 5, 5), (documents[1], 5, 8)):
         state = drafter.init(Prefill(2, 40, torch.device("cpu"), torch.float32))
-        state, _ = drafter.start(state, commit_of([(documents[0], 0, 6), (documents[1], 0, 5)], out, batch))
-        commit = commit_of([(documents[0], 6, 9), second], out, batch)
+        state, _ = drafter.start(
+            state, commit_of([(documents[0], 0, 6), (documents[1], 0, 5)], out, batch, drafter, target)
+        )
+        commit = commit_of([(documents[0], 6, 9), second], out, batch, drafter, target)
         state, level = drafter.start(state, commit)
         assert level.valid_BN[:, 0].tolist() == [True, second[2] > second[1]]
         assert bool(level.logits_BNW.isfinite().all())
@@ -208,12 +229,16 @@ def test_finished_rows_change_nothing(name: str, target: Target) -> None:
 def test_reset_rows_start_afresh(name: str, target: Target) -> None:
     batch = make_batch([18, 14])
     drafter = make_drafter(name, target)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     documents = [(batch.samples_BT[0] == i).nonzero()[:, 0] for i in range(2)]
     state = drafter.init(Prefill(2, 40, torch.device("cpu"), torch.float32))
-    state, _ = drafter.start(state, commit_of([(documents[0], 0, 6), (documents[1], 0, 5)], out, batch))
+    state, _ = drafter.start(
+        state, commit_of([(documents[0], 0, 6), (documents[1], 0, 5)], out, batch, drafter, target)
+    )
     state = drafter.reset(state, torch.tensor([1]))
-    state, level = drafter.start(state, commit_of([(documents[0], 6, 8), (documents[0], 0, 8)], out, batch))
+    state, level = drafter.start(
+        state, commit_of([(documents[0], 6, 8), (documents[0], 0, 8)], out, batch, drafter, target)
+    )
     torch.testing.assert_close(level.logits_BNW[0], level.logits_BNW[1], atol=1e-5, rtol=1e-5)
 
 
@@ -222,20 +247,20 @@ def test_an_option_of_the_recurrence_shows_at_step_2(target: Target, monkeypatch
     batch, logits = make_batch([20]), []
     for name in ("eagle3", "eagle3-norm_output"):
         drafter = make_drafter(name, target)
-        logits.append(training_logits(drafter, batch, states(target, drafter, batch), monkeypatch))
+        logits.append(training_logits(drafter, batch, live_states(target, drafter, batch), monkeypatch))
     torch.testing.assert_close(logits[0][0], logits[1][0])
     assert all((logits[0][1][f] - logits[1][1][f]).abs().max() > 1e-2 for f in logits[0][1])
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "hydra", "eagle"])
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "hydra", "eagle", "falcon", "dual_view", "ppd"])
 def test_ids_beyond_the_tokenizer_are_never_drafted(name: str, tiny: Callable[..., Target]) -> None:
     target = tiny(vocab=264, tokens=250)
     batch = make_batch([12])
     drafter = make_drafter(name, target, reduced=False)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     document = (batch.samples_BT[0] == 0).nonzero()[:, 0]
     state = drafter.init(Prefill(1, 20, torch.device("cpu"), torch.float32))
-    _, level = drafter.start(state, commit_of([(document, 0, 6)], out, batch))
+    _, level = drafter.start(state, commit_of([(document, 0, 6)], out, batch, drafter, target))
     assert level.logits_BNW.shape[-1] == 264
     assert bool((level.logits_BNW[..., 250:] == -torch.inf).all()) and bool(
         level.logits_BNW[..., :250].isfinite().all()
