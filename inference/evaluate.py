@@ -47,8 +47,9 @@ from .figures import (
 )
 from .load import load_drafter, read_export_config
 from .report import html, pieces, print_report, visible
-from .speculate import DecodeConfig, Result, generate
+from .speculate import DecodeConfig, Result, chain_width, generate
 from .suites import SUITES, Prompt, load_suite
+from .trees import TREES, fits
 from .verify import VERIFIERS
 
 SHOWN_DIVERGENCES = 5  # of chains, which are compared at equal width; of trees all are measured
@@ -80,7 +81,15 @@ class EvaluateConfig:
     k: tuple[int, ...] = (2, 4)
     """Tokens drafted per pass (root excluded); every value is measured and the fastest named."""
     trees: tuple[str, ...] = ("chain",)
-    """Shapes of the draft: chain, static, dynamic."""
+    """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
+    nodes: int = DecodeConfig.nodes
+    """Most nodes of trees that are no chains."""
+    width: int = DecodeConfig.width
+    """Most candidates per node of a tree."""
+    threshold: float | None = DecodeConfig.threshold
+    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default."""
+    prompt_rows: int | None = DecodeConfig.prompt_rows
+    """Most rows of prompt tokens in a verification (drafters that have them); null = as many as the nodes can have."""
     temperatures: tuple[float, ...] = (0.0,)
     """Sampling temperatures; 0 = greedy."""
     verifier: str = "auto"
@@ -120,13 +129,31 @@ class EvaluateConfig:
         if not self.k or min(self.k) < 1:
             raise ValueError(f"k = {list(self.k)}: give one or more draft lengths of at least 1")
         if not self.trees:
-            raise ValueError("trees = []: give one or more of chain, static, dynamic")
+            raise ValueError(f"trees = []: give one or more of {', '.join(TREES)}")
+        for tree in self.trees:
+            self.decode(tree, self.k[0])
         if self.hf_prompts is not None and self.hf_prompts < 0:
             raise ValueError(f"hf_prompts = {self.hf_prompts}: must be at least 0")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: must be at least 0")
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
+
+    def decode(self, tree: str, k: int) -> DecodeConfig:
+        """How drafts of this shape and depth are made and verified. Raises ValueError for settings that do not fit."""
+        takes_threshold = tree in TREES and TREES[tree].threshold is not None
+        if self.threshold is not None and not any(TREES[t].threshold is not None for t in self.trees if t in TREES):
+            raise ValueError(f"threshold = {self.threshold}: none of trees = {list(self.trees)} has one")
+        return DecodeConfig(
+            k=k,
+            tree=tree,
+            nodes=self.nodes,
+            width=self.width,
+            threshold=self.threshold if takes_threshold else None,
+            prompt_rows=self.prompt_rows,
+            verifier=self.verifier,
+            allow_lossy=self.allow_lossy,
+        )
 
 
 @dataclass(frozen=True)
@@ -228,25 +255,30 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
         arms.append(Arm(f"plain{at}", "plain", temperature, plain))
         if cfg.hf_prompts != 0:
             arms.append(Arm(f"transformers{at}", "hf", temperature, plain))
-        depths = {k for k in cfg.k for drafter in drafters.values() if _reaches(drafter, k)}
-        if not depths:
+        drafts = [
+            Arm(f"{name} {tree} K={k}{at}", "draft", temperature, _decode(cfg, tree, k, drafter), name)
+            for name, drafter in drafters.items()
+            for tree in cfg.trees
+            for k in cfg.k
+            if _reaches(drafter, k) and fits(tree, drafter)
+        ]
+        if not drafts and any(_reaches(drafter, k) for drafter in drafters.values() for k in cfg.k):
+            raise ValueError(f"trees = {list(cfg.trees)}: no drafter gives what they need; add chain, with --trees")
+        if not drafts:
             raise ValueError(f"k = {list(cfg.k)}: no drafter drafts that far; give a smaller one with --k")
-        if temperature == 0 and "chain" in cfg.trees:
+        if temperature == 0:
+            widths = {arm.decode.fixed_width for arm in drafts if arm.decode.fixed_width is not None}
             arms += [
-                Arm(f"plain, width {k + 1}", "width", 0.0, replace(plain, fixed_width=k + 1)) for k in sorted(depths)
+                Arm(f"plain, width {width}", "width", 0.0, replace(plain, fixed_width=width))
+                for width in sorted(widths)
             ]
-        for name, drafter in drafters.items():
-            for tree in cfg.trees:
-                for k in (k for k in cfg.k if _reaches(drafter, k)):
-                    decode = DecodeConfig(
-                        k=k,
-                        tree=tree,
-                        verifier=cfg.verifier,
-                        allow_lossy=cfg.allow_lossy,
-                        fixed_width=k + 1 if tree == "chain" else None,
-                    )
-                    arms.append(Arm(f"{name} {tree} K={k}{at}", "draft", temperature, decode, name))
+        arms += drafts
     return arms
+
+
+def _decode(cfg: EvaluateConfig, tree: str, k: int, drafter: Any) -> DecodeConfig:
+    decode = cfg.decode(tree, k)
+    return replace(decode, fixed_width=chain_width(drafter, decode)) if TREES[tree].chain else decode
 
 
 def _reaches(drafter: Any, k: int) -> bool:
@@ -423,8 +455,8 @@ def _same_width(width: Arm, arm: Arm) -> bool:
     return (
         arm.kind == "draft"
         and arm.temperature == 0
-        and arm.decode.tree == "chain"
-        and width.decode.fixed_width == arm.decode.k + 1
+        and arm.decode.fixed_width is not None
+        and width.decode.fixed_width == arm.decode.fixed_width
     )
 
 
@@ -511,7 +543,7 @@ def _identity(
     }
     if arm.temperature > 0 or arm.kind == "plain":
         return found
-    chain = arm.kind == "draft" and arm.decode.tree == "chain"
+    chain = arm.kind == "draft" and arm.decode.fixed_width is not None
     references = {(s.prompt, s.turn): s.ids for s in (width if chain else plain)}
     pairs = [(s, references[s.prompt, s.turn]) for s in samples if (s.prompt, s.turn) in references]
     differing = [s for s, ids in pairs if s.ids != ids]
@@ -656,6 +688,10 @@ def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Promp
         "target_revision": target.facts.revision,
         "k": list(cfg.k),
         "trees": list(cfg.trees),
+        "nodes": cfg.nodes,
+        "width": cfg.width,
+        "threshold": cfg.threshold,
+        "prompt_rows": cfg.prompt_rows,
         "temperatures": list(cfg.temperatures),
         "verifier": cfg.verifier,
         "chat_template": True,

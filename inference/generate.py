@@ -53,15 +53,19 @@ class GenerateConfig:
     k: int = DecodeConfig.k
     """Tokens drafted per pass, at most what the drafter has."""
     tree: str = DecodeConfig.tree
-    """Shape of the draft: chain, static or dynamic."""
+    """Shape of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped or ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
-    """Most nodes of a static or dynamic tree."""
+    """Most nodes of a tree that is no chain."""
     width: int = DecodeConfig.width
-    """Most candidates per node of a static or dynamic tree."""
+    """Most candidates per node of a tree."""
+    threshold: float | None = DecodeConfig.threshold
+    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default."""
+    prompt_rows: int | None = DecodeConfig.prompt_rows
+    """Most rows of prompt tokens in a verification (drafters that have them); null = as many as the nodes can have."""
     verifier: str = DecodeConfig.verifier
     """Acceptance rule; `auto` takes the exact one that fits. What each promises: inference/README.md."""
     fixed_width: int | None = DecodeConfig.fixed_width
-    """Rows of every verification (chains; k + 1 or more): bit-identical to plain decoding of the same width."""
+    """Rows of every verification (chains; k + 1 and prompt rows, or more): bit-identical to plain decoding at that width."""
     allow_lossy: bool = False
     """Permit a rule that does not keep the target's distribution."""
     temperature: float = SamplingParams.temperature
@@ -235,6 +239,8 @@ def decode_of(cfg: GenerateConfig) -> DecodeConfig:
         tree=cfg.tree,
         nodes=cfg.nodes,
         width=cfg.width,
+        threshold=cfg.threshold,
+        prompt_rows=cfg.prompt_rows,
         verifier=cfg.verifier,
         fixed_width=cfg.fixed_width,
         allow_lossy=cfg.allow_lossy,

@@ -27,6 +27,7 @@ Children = list[tuple[float, int]]  # (log-probability, rank) of candidates, bes
 Table = list[list[Children]]  # per depth: the children of every candidate of the depth before, or one list for them all
 
 CAP_SLOPE = CAP_GAP = 1.0  # beta and g0 of JetSpec's caps
+_END = 1e-6  # chance that an answer ends: the next one begins in state 0, so that no state is for ever
 
 # Chance that the r-th best candidate is the right one, given that its parent is: the shape of a typical drafter's ranks.
 TYPICAL = (0.55, 0.14, 0.07, 0.045, 0.03, 0.022, 0.017, 0.013, 0.01, 0.008)
@@ -151,11 +152,11 @@ def state_trees(
         before, allotted = allotted, [_allot(stop, worth[: per_node + 1], tokens) for stop in stops]
         if allotted == before:
             break
-        # gain + h[s] = reward[s] + sum over s' of P[s, s'] h[s'], with h[0] = 0; the unknown in its place is the gain.
+        # gain + h[s] = reward[s] + sum over s' of P[s, s'] h[s'], with h[0] = 0; in its place the gain is unknown.
         system = torch.eye(depth + 1, dtype=torch.float64)
         for s, (stop, counts) in enumerate(zip(stops, allotted, strict=True)):
             for chance, count in zip(stop, counts, strict=True):
-                system[s, count] -= chance
+                system[s, count] -= chance * (1 - _END)
         system[:, 0] = 1.0
         solved = torch.linalg.solve(system, reward).tolist()
         gain, worth = solved[0], [0.0, *solved[1:]]

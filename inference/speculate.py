@@ -129,12 +129,16 @@ def plan_of(drafter: Any, decode: DecodeConfig, vocab: int, tokens: int) -> Plan
     return plan.with_prompts(getattr(drafter, "prompts", None), decode.prompt_rows, vocab, chances)
 
 
-def pass_rows(drafter: Any, decode: DecodeConfig, plan: Plan | None) -> tuple[int, int]:
-    """Of one verification: nodes, and extra rows that ride along."""
-    if plan is not None:
-        return plan.nodes, plan.extra
-    nodes = decode.k if TREES[decode.tree].chain else decode.nodes  # of drafters that propose
-    return nodes, getattr(drafter, "extra_rows", 0)
+def chain_width(drafter: Any, decode: DecodeConfig) -> int | None:
+    """The least `fixed_width` of a drafter's chains of depth k; None where no width gives the bits of plain decoding,
+    because the drafter's prefix adds keys."""
+    if getattr(drafter, "prefix_kv", None) is not None:
+        return None
+    extra = getattr(drafter, "extra_rows", 0)
+    if not hasattr(drafter, "propose"):
+        chain = Plan.make("chain", decode.k, 1, decode.k, None, None, 1)
+        extra = chain.with_prompts(getattr(drafter, "prompts", None), decode.prompt_rows, 0, None).extra
+    return 1 + decode.k + extra
 
 
 def generate(
@@ -293,8 +297,12 @@ class _Batch:
         self.seeds_B = torch.tensor([r.seed for r in requests], device=self.device)
         self.rounds_B = torch.zeros_like(self.seeds_B)
         self.plan = None if drafter is None else plan_of(drafter, decode, facts.vocab, facts.tokens)
-        nodes, extra = (0, 0) if drafter is None else pass_rows(drafter, decode, self.plan)
-        self.budget = nodes  # of drafters that propose
+        self.budget = decode.k if TREES[decode.tree].chain else decode.nodes  # of drafters that propose
+        nodes, extra = self.budget, getattr(drafter, "extra_rows", 0)
+        if self.plan is not None:
+            nodes, extra = self.plan.nodes, self.plan.extra
+        elif drafter is None:
+            nodes = 0
         self.prefix_kv: Tensor | None = getattr(drafter, "prefix_kv", None)
         self.table_XD: Tensor | None = getattr(drafter, "extra_table_XD", None)
         # A drafter that reads the target's cache writes its own passes behind the text, to be overwritten.
