@@ -269,9 +269,8 @@ class Falcon(nn.Module):
         weight_R = slots.weight_BQ.flatten()[slots.flat_R]
         for factor, name in self.objective:
             if name in ON_FEATURES:
-                terms.losses["slots"] = terms.losses["slots"] + factor * (
-                    weight_R @ ON_FEATURES[name](feature_RD, true_RD).to(weight_R.dtype)
-                )
+                loss_R = weight_R * ON_FEATURES[name](feature_RD, true_RD)
+                terms.losses["slots"] = terms.losses["slots"] + factor * loss_R.sum()
         return terms
 
     def guess(self, slots: Slots, out: TargetOut, feature_BQD: Tensor) -> Tensor:

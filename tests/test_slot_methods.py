@@ -58,7 +58,7 @@ def one_row(ids: list[int], supervised: list[int], pad: int = 0, sample: int = 4
     flags = torch.zeros(1, n + pad, dtype=torch.bool)
     flags[0, supervised] = True
     return Batch(
-        F.pad(torch.tensor([ids]), (0, pad), value=2),
+        F.pad(torch.tensor([ids], dtype=torch.int64), (0, pad), value=2),
         flags,
         F.pad(torch.arange(n)[None], (0, pad)),
         F.pad(torch.full((1, n), sample), (0, pad), value=-1),
