@@ -139,6 +139,8 @@ def build_drafter(folder: Path, config: Mapping[str, Any], target: Target) -> Dr
         raise ValueError(f"{folder}: taps {ours['taps']} are declared, the method's settings give {list(drafter.taps)}")
     if unpacked.target_head is not None:
         refuse_other_head(unpacked, target, str(folder))
+    if unpacked.target_embed is not None:
+        refuse_other_embeddings(unpacked, target, str(folder))
     load_state(drafter, unpacked.state, str(folder))
     drafter.bind(target)
     return drafter.to(device=target.device, dtype=target.dtype).requires_grad_(False).eval()
@@ -152,6 +154,19 @@ def refuse_other_head(unpacked: Unpacked, target: Target, where: str) -> None:
     if not torch.allclose(rows.float().cpu(), stored.float(), rtol=2**-7, atol=1e-6):
         raise ValueError(
             f"{where}: the shared lm_head.weight is not the head of {target.facts.name}; it was made for another"
+        )
+
+
+def refuse_other_embeddings(unpacked: Unpacked, target: Target, where: str) -> None:
+    """The same of an embedding table, whose rows `own_rows` are the drafter's."""
+    stored = unpacked.target_embed
+    assert stored is not None
+    table = target.embed(torch.arange(len(stored), device=target.device)).float().cpu()
+    others = torch.ones(len(stored), dtype=torch.bool)
+    others[list(unpacked.own_rows)] = False
+    if not torch.allclose(table[others], stored[others].float(), rtol=2**-7, atol=1e-6):
+        raise ValueError(
+            f"{where}: embed_tokens.weight is not the table of {target.facts.name}; it was made for another"
         )
 
 

@@ -18,6 +18,7 @@ from .eagle3 import Eagle3
 from .falcon import Falcon
 from .hydra import Hydra
 from .medusa import Medusa
+from .peagle import PEagle
 from .prompt_tokens import PromptTokens
 
 METHODS: dict[str, Any] = {
@@ -25,6 +26,7 @@ METHODS: dict[str, Any] = {
     "hydra": Hydra,
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "peagle": PEagle,
     "falcon": Falcon,
     "dual_view": DualView,
     "prompt_tokens": PromptTokens,

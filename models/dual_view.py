@@ -13,7 +13,7 @@ is not published: here these norms are shared, and the loss is KL to the target,
 embedding is a vector of its own, so that no token of the vocabulary is needed for it.
 
 No serving engine loads it; exports hold the differences alone, in our own documented form.
-Test: pytest tests/test_inside.py
+Test: pytest tests/test_slot_methods.py
 """
 
 from __future__ import annotations

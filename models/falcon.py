@@ -18,7 +18,7 @@ second pass. `share` falls linearly, glance * (1 - progress). The paper glances 
 0.4; its code has 0.35 * (1 - progress) + 0.1; how the paper treats the loss of shown slots is not said. The dropout of
 0.1 between the LSTMs is left out. No serving engine loads Falcon; exports have our own documented form.
 
-Test: pytest tests/test_falcon.py tests/test_parity.py
+Test: pytest tests/test_slot_methods.py tests/test_parity.py
 """
 
 from __future__ import annotations

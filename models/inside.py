@@ -7,7 +7,7 @@ alone. Frozen weights get none: they are no parameters of the drafter, and `requ
 Such methods need `module` and `kv`: `TargetOut.forward` is the target's `forward`, called inside the drafter's `loss`,
 which is what DDP and DeepSpeed wrap. Captured states have neither.
 
-Test: pytest tests/test_inside.py
+Test: pytest tests/test_slot_methods.py
 """
 
 from __future__ import annotations

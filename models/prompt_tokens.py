@@ -17,7 +17,7 @@ of each other, so that several places per text cost one pass. PPD starts its emb
 start near the mean embedding.
 
 No serving engine loads them; exports hold the embeddings and the prefix alone, in our own documented form.
-Test: pytest tests/test_inside.py
+Test: pytest tests/test_slot_methods.py
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class MaskRule:
 
 @dataclass
 class Slots:
-    """Padded slots [B, Q], in the order of (anchor, depth, member). Indices are into the row (0..T-1) unless said.
+    """Padded slots [B, Q], in the order of (anchor, depth, member), groups side by side. Indices are into the row (0..T-1) unless said.
 
     Padding has document -1, group -1 and weight 0; `label` and `token` may run past the row where weight is 0.
     """
@@ -367,7 +367,9 @@ def cod(
         inner_X = label_X.clamp(max=batch.ids_BT.shape[1] - 1)
         alive_X = (kept_X & (label_X <= end_X) & (gap_BT[row_X, inner_X] == gap_X)).nonzero()[:, 0]
         turn_A, _ = _ranks(unit_X[alive_X], rank_X[alive_X])
-        quota_A = (seeds_X[alive_X] * max(ratio**j, least) + 1e-9).long()  # 10 * 0.7 is 7, whatever its last bit
+        quota_A = (
+            seeds_X[alive_X].double() * max(ratio**j, least) + 1e-9
+        ).long()  # 10 * 0.7 is 7, whatever its last bit
         kept_X = torch.zeros_like(kept_X)
         kept_X[alive_X[turn_A < quota_A]] = True
         chosen.append((row_X[kept_X], at_X[kept_X], torch.full_like(row_X[kept_X], j)))
@@ -652,6 +654,7 @@ class Entries(NamedTuple):
 
 
 PREFIX_KEY, CONTEXT_KEY, SLOT_KEY = 0, 1, 2
+PART = 256  # queries per part of a dense mask
 
 
 def see(rule: MaskRule, query: Entries, key: Entries) -> Tensor:
@@ -726,11 +729,20 @@ def mask_mod(
     return visible
 
 
+class Part(NamedTuple):
+    """The queries first..last - 1 and what keys they need: all of the prefix, and spans of context and slots."""
+
+    queries: slice
+    context: slice
+    own: slice
+    see_BQS: Tensor  # over [prefix | span of the context | span of the slots]
+
+
 @dataclass
 class SlotMask:
     """A mask in the form that `attend_slots` uses on its device; opaque to methods."""
 
-    see_BQS: Tensor | None = None
+    parts: list[Part]
     block: Any = None
 
 
@@ -738,16 +750,39 @@ def make_mask(
     slots: Slots, batch: Batch, rule: MaskRule, *, context_rows: bool = False, prefix: int = 0, flex: bool | None = None
 ) -> SlotMask:
     """The mask of one forward pass; make it once per rule, not per layer. `flex`: as a block mask of flex attention
-    (None = on CUDA), which works, slowly, on CPUs too."""
-    if not (batch.ids_BT.device.type == "cuda" if flex is None else flex):
-        return SlotMask(dense_mask(slots, batch, rule, context_rows=context_rows, prefix=prefix))
-    from torch.nn.attention.flex_attention import create_block_mask
-
+    (None = on CUDA), which works, slowly, on CPUs too. Otherwise dense, in parts of PART queries, each over the keys
+    that its queries see: groups lie side by side, so that a slot never meets the other groups' slots."""
     b, t = batch.ids_BT.shape
     q = slots.anchor_BQ.shape[1]
-    rows, columns = q + t * context_rows, prefix + t + q
-    visible = mask_mod(slots, batch, rule, context_rows=context_rows, prefix=prefix)
-    return SlotMask(block=create_block_mask(visible, b, None, rows, columns, device=str(batch.ids_BT.device)))
+    before = t if context_rows else 0
+    if batch.ids_BT.device.type == "cuda" if flex is None else flex:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        visible = mask_mod(slots, batch, rule, context_rows=context_rows, prefix=prefix)
+        device = str(batch.ids_BT.device)
+        return SlotMask([], create_block_mask(visible, b, None, before + q, prefix + t + q, device=device))
+    queries, keys = entries(slots, batch, context_rows=context_rows, prefix=prefix)
+    column_Q = torch.arange(q, device=batch.ids_BT.device)
+    change_BQ = F.pad(slots.group_BQ[:, 1:] != slots.group_BQ[:, :-1], (1, 0), value=True) | (slots.document_BQ < 0)
+    start_BQ = torch.where(change_BQ, column_Q, 0).cummax(1).values
+    end_BQ = q - torch.where(F.pad(change_BQ[:, 1:], (0, 1), value=True).flip(1), column_Q, 0).cummax(1).values.flip(1)
+    parts = []
+    for lo, hi in [*_spans(0, before), *_spans(before, before + q)]:
+        query = Entries(*(f[:, lo:hi, None] for f in queries))
+        shown_BQS = see(rule, query, Entries(*(f[:, None, : prefix + t] for f in keys)))
+        used = shown_BQS[..., prefix:].any(1).any(0).nonzero()[:, 0]
+        context = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
+        own = slice(0, 0)
+        if lo >= before:
+            own = slice(int(start_BQ[:, lo - before].min()), int(end_BQ[:, hi - 1 - before].max()))
+        own_keys = Entries(*(f[:, None, prefix + t :][..., own] for f in keys))
+        seen = [shown_BQS[..., :prefix], shown_BQS[..., prefix:][..., context], see(rule, query, own_keys)]
+        parts.append(Part(slice(lo, hi), context, own, torch.cat(seen, dim=-1)))
+    return SlotMask(parts)
+
+
+def _spans(first: int, last: int) -> list[tuple[int, int]]:
+    return [(lo, min(lo + PART, last)) for lo in range(first, last, PART)]
 
 
 @lru_cache(maxsize=1)
@@ -767,10 +802,17 @@ def attend_slots(
 ) -> Tensor:
     """Attention [B, H, Q, d] of H heads over [prefix | context | slots], each a pair of keys and values [B, G, x, d],
     keys rotated. Queries are those of the mask: the slots, with `context_rows` the context's before them."""
-    parts = [context, own] if prefix is None else [prefix, context, own]
-    k_BGSd, v_BGSd = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
-    shared = q_BHQd.shape[1] != k_BGSd.shape[1]
-    if mask.see_BQS is not None:
-        return F.scaled_dot_product_attention(q_BHQd, k_BGSd, v_BGSd, mask.see_BQS[:, None], enable_gqa=shared)
-    run = _flex_attention(q_BHQd.device.type == "cuda")
-    return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared)
+    shared = q_BHQd.shape[1] != context[0].shape[1]
+    before: list[list[Tensor]] = [[], []] if prefix is None else [[x] for x in prefix]
+    if mask.block is not None:
+        k_BGSd, v_BGSd = (torch.cat([*before[i], context[i], own[i]], dim=2) for i in range(2))
+        run = _flex_attention(q_BHQd.device.type == "cuda")
+        return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared)
+    outs = []
+    for part in mask.parts:
+        k_BGSd, v_BGSd = (
+            torch.cat([*before[i], context[i][:, :, part.context], own[i][:, :, part.own]], dim=2) for i in range(2)
+        )
+        q_BHqd, see_B1qS = q_BHQd[:, :, part.queries], part.see_BQS[:, None]
+        outs.append(F.scaled_dot_product_attention(q_BHqd, k_BGSd, v_BGSd, see_B1qS, enable_gqa=shared))
+    return torch.cat(outs, dim=2) if outs else q_BHQd

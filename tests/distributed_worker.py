@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eagle": {"steps": 2},
     "dual_view": {"block": 2, "rank": 4},
     "prompt_tokens": {"tokens": 2, "prefix": 2},
+    "peagle": {"depths": 3, "layers": 2},
 }
 
 

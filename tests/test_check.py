@@ -6,7 +6,6 @@ Iterates over the exporters' table. Run: pytest tests/test_check.py
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from draftsmith.inference.exporters import EXPORTERS
 from draftsmith.inference.exporters.folder import REPLAY, WEIGHTS
 from draftsmith.models import METHODS
 from draftsmith.models.drafter import Batch
-from draftsmith.models.slots import score
 from draftsmith.models.supervision import Scorer
 from draftsmith.models.target import live_states
 
@@ -38,6 +36,7 @@ OPTIONS = {
     "falcon": {"block": 4},
     "dual_view": {"block": 4, "anchors": None},
     "prompt_tokens": {"variant": "bita", "tokens": 4, "points": 100},
+    "peagle": {"depths": 4, "layers": 2, "fc_norm": True},
 }
 
 
@@ -86,7 +85,7 @@ def test_an_export_agrees_with_itself(exported, capsys):
     assert "100.0 %" in capsys.readouterr().out
 
 
-def test_stored_logits_are_those_the_loss_is_computed_from(exported, monkeypatch):
+def test_stored_logits_are_those_the_loss_is_computed_from(exported, logits_of_training, monkeypatch):
     """Training's own forward pass, teacher-forced on the stored texts, with the weights as the file holds them."""
     target, drafter, folder = exported
     stored = read_replay(folder)
@@ -102,27 +101,13 @@ def test_stored_logits_are_those_the_loss_is_computed_from(exported, monkeypatch
         samples_BT=torch.arange(s)[:, None].expand(s, t),
     )
     out = live_states(target, drafter, batch)
-    seen = {}
-
-    def spy(self, depth, logits_RW, feature_RD=None):
-        for flat, row in zip(self.rows.flat_R[self.rows.pairs[depth - 1]].tolist(), logits_RW, strict=True):
-            seen[depth, flat] = row.detach()
-
-    def spy_slots(logits_RW, slots, batch, *rest, **named):
-        for i, at in enumerate(slots.flat_R.tolist()):
-            known, depth = (x.flatten()[at] for x in (slots.label_BQ - slots.drafted_BQ, slots.drafted_BQ))
-            seen[int(depth), at // slots.label_BQ.shape[1] * t + int(known) - 1] = logits_RW[i].detach()
-        return score(logits_RW, slots, batch, *rest, **named)
-
-    monkeypatch.setattr(Scorer, "add", spy)
     monkeypatch.setattr(Scorer, "terms", lambda self: None)
-    monkeypatch.setattr(sys.modules[type(drafter).__module__], "score", spy_slots, raising=False)
-    drafter.loss(batch, out, 0.0)
+    seen = logits_of_training(drafter, batch, out)
     t2d = {int(i): w for w, i in enumerate(drafter.d2t_W)}
     compared = 0
     for row, (text, at) in enumerate(stored["positions"].tolist()):
         for k in range(stored["top_ids"].shape[1]):
-            if (logits_W := seen.get((k + 1, text * t + at))) is None:
+            if (logits_W := seen[k].get(text * t + at)) is None:
                 continue
             columns = [t2d[i] for i in stored["top_ids"][row, k].tolist()]
             torch.testing.assert_close(logits_W[columns], stored["top_logits"][row, k], rtol=0, atol=1e-4)
@@ -145,6 +130,11 @@ FAULTS = {
     "falcon": [("lstm.0.recurrent.weight", torch.zeros_like), ("lstm.1.input.bias", lambda t: t.roll(48))],
     "dual_view": [("mask_embed", lambda t: t.roll(1)), ("layers.2.v_proj.up.weight", torch.zeros_like)],
     "prompt_tokens": [("prompt_embed", lambda t: t.roll(1, 0)), ("prefix_kv", lambda t: t.roll(1, 1))],
+    "peagle": [
+        ("mask_hidden", lambda t: t.roll(1, 2)),
+        ("layers.0.hidden_norm.weight", torch.ones_like),
+        ("layers.1.input_layernorm.weight", torch.ones_like),
+    ],
 }
 
 

@@ -24,6 +24,13 @@ from draftsmith.models import METHODS
 from draftsmith.models.families import FAMILIES
 
 VARIANTS = {
+    "falcon": ("falcon", {}, False),
+    "falcon_reduced": ("falcon", {"block": 3, "kv_heads": 2, "intermediate": 80}, True),
+    "dual_view": ("dual_view", {"block": 3, "rank": 4}, False),
+    "dual_view_full_reduced": ("dual_view", {"block": 2, "rank": None}, True),
+    "bita_reduced": ("prompt_tokens", {"prefix": 5}, True),
+    "ppd": ("prompt_tokens", {"variant": "ppd", "tokens": 2, "members": 3}, False),
+    "pass": ("prompt_tokens", {"variant": "pass"}, False),
     "medusa": ("medusa", {"heads": 3, "layers": 2}, False),
     "medusa_shared": ("medusa", {"heads": 2, "head": "shared"}, False),
     "medusa_shared_reduced": ("medusa", {"heads": 2, "head": "shared"}, True),
@@ -39,13 +46,12 @@ VARIANTS = {
         {"steps": 2, "norm_before_fc": True, "norm_before_residual": True, "taps": (2, 4)},
         True,
     ),
-    "falcon": ("falcon", {}, False),
-    "falcon_reduced": ("falcon", {"block": 3, "kv_heads": 2, "intermediate": 80}, True),
-    "dual_view": ("dual_view", {"block": 3, "rank": 4}, False),
-    "dual_view_full_reduced": ("dual_view", {"block": 2, "rank": None}, True),
-    "bita_reduced": ("prompt_tokens", {"prefix": 5}, True),
-    "ppd": ("prompt_tokens", {"variant": "ppd", "tokens": 2, "members": 3}, False),
-    "pass": ("prompt_tokens", {"variant": "pass"}, False),
+    "peagle": ("peagle", {"depths": 3, "layers": 2}, False),
+    "peagle_reduced": (
+        "peagle",
+        {"depths": 4, "layers": 3, "taps": (1, 4), "kv_heads": 2, "intermediate": 80, "fc_norm": True, "mask_id": 9},
+        True,
+    ),
 }
 
 
@@ -118,7 +124,7 @@ def test_file_holds_exactly_what_the_form_lists(variant, tmp_path):
     ours = config["draftsmith"]
     assert not set(ours["absent"]) & set(header)
     trained = {name for name, parameter in drafter.named_parameters() if parameter.requires_grad}
-    assert set(header) == trained | set(ours["untrained"])  # trained, or declared as what it is
+    assert set(header) == trained - set(ours["absent"]) | set(ours["untrained"])  # trained, or declared as what it is
     assert "bias" not in config and None not in [v for k, v in config.items() if k != "draftsmith"]
     assert [p.name for p in folder.glob("*.safetensors")] == [WEIGHTS]  # engines load all that lie here
     assert (folder / REPLAY).is_file()
@@ -283,6 +289,30 @@ def test_eagle3_maps_are_offsets(tiny, tmp_path):
     full = save(make(target, "eagle3", {"steps": 1}), target, tmp_path / "y")
     assert not {"d2t", "t2d"} & set(load_file(full / WEIGHTS))
     assert json.loads((full / "config.json").read_text())["draft_vocab_size"] == 256
+
+
+def test_peagle_ships_a_table_with_the_masks_own_row(tiny, tmp_path):
+    target = tiny(max_positions=512)
+    drafter = make(target, "peagle", {"layers": 2, "mask_id": 9})
+    folder = save(drafter, target, tmp_path / "x")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 2
+    assert config["mask_token_id"] == 9 and tensors["mask_hidden"].shape == (1, 1, 3 * 48)
+    want = target.embed_weight.bfloat16().index_copy(0, torch.tensor([9]), drafter.mask_embed[None].bfloat16())
+    assert torch.equal(tensors["embed_tokens.weight"], want)
+    serve = EXPORTERS["peagle"].serve(config, "t", "d", 4)
+    assert set(serve) == {"vLLM"} and '"parallel_drafting": true' in serve["vLLM"]
+    assert '"parallel_drafting": true' in (folder / "README.md").read_text()
+    tensors["embed_tokens.weight"][8] += 1
+    save_file(tensors, folder / WEIGHTS)
+    edit_config(folder, lambda c: c["draftsmith"].pop("sha256"))
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the table of"):
+        load_drafter(str(folder), target)
+    with pytest.raises(ValueError, match="bind"):
+        export(METHODS["peagle"](METHODS["peagle"].Config(), target.facts), tmp_path / "y", run=RunFacts())
+    for bad in (None, 256, True):
+        with pytest.raises(ValueError, match="mask_token_id"):
+            EXPORTERS["peagle"].slots(config | {"mask_token_id": bad})
 
 
 # B34: taps

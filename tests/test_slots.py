@@ -281,21 +281,41 @@ def test_mask_of_falcon(size: str, shifts: Any) -> None:
 
 
 @pytest.mark.parametrize("context_rows", [False, True])
-def test_flex_attention_and_dense_attention_equal_each_query_by_itself(context_rows: bool) -> None:
-    """Values of `attend_slots`, with prefix keys and shared heads, by both masks, against a loop over queries."""
+@pytest.mark.parametrize("layout", ["blocks", "drop-token", "shifts"])
+def test_flex_attention_and_dense_attention_equal_each_query_by_itself(
+    layout: str, context_rows: bool, monkeypatch: Any
+) -> None:
+    """Values of `attend_slots`, with prefix keys and shared heads, by the block mask and by the dense one in parts of
+    several sizes, against a loop over queries; gradients of the parts against those of one whole."""
     torch.manual_seed(0)
     batch = make_batch(ROWS["packed"])
-    slots = anchored(batch, legal_anchors(batch, "pair"), range(3))
+    slots, rule = {
+        "blocks": (anchored(batch, legal_anchors(batch, "pair"), range(3)), MaskRule("exclusive", "full", window=5)),
+        "drop-token": (cod(batch, 4, 0.6), MaskRule("inclusive", "causal")),
+        "shifts": (all_shifts(batch, 2), MaskRule("exclusive", "block", block=2)),
+    }[layout]
     b, t = batch.ids_BT.shape
     q, heads, kv, d, prefix = slots.anchor_BQ.shape[1], 4, 2, 16, 3
     parts = [(torch.randn(b, kv, n, d), torch.randn(b, kv, n, d)) for n in (prefix, t, q)]
     queries = torch.randn(b, heads, q + t * context_rows, d)
-    rule = MaskRule("exclusive", "full", window=5)
+    leaves = [queries, *(x for pair in parts for x in pair)]
     options: dict[str, Any] = {"context_rows": context_rows, "prefix": prefix}
-    outs = [
-        attend_slots(queries, parts[1], parts[2], make_mask(slots, batch, rule, flex=flex, **options), parts[0])
-        for flex in (None, True)
-    ]
+    outs, grads = [], []
+    for size in (256, 5, 1):
+        monkeypatch.setattr(rules, "PART", size)
+        mask = make_mask(slots, batch, rule, **options)
+        assert len(mask.parts) == -(-q // size) + (-(-t // size) if context_rows else 0)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        outs.append(attend_slots(queries, parts[1], parts[2], mask, parts[0]))
+        grads.append(torch.autograd.grad(outs[-1].square().sum(), leaves))
+    for other in grads[1:]:
+        torch.testing.assert_close(other, grads[0], atol=1e-4, rtol=1e-4)
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    outs.append(
+        attend_slots(queries, parts[1], parts[2], make_mask(slots, batch, rule, flex=True, **options), parts[0])
+    )
     see = dense_mask(slots, batch, rule, **options)
     keys, values = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
     for row in range(b):
@@ -638,7 +658,7 @@ def test_mask_inputs_show_the_anchor_and_nothing_else() -> None:
 def test_variable_prefix_shows_tokens_and_restarts_the_decay() -> None:
     """Block of 6: l of 2..5 tokens shown, drawn with 0.9 ** l; slots from l on have the loss, the first of them weight 1."""
     documents = [(i, 40, list(range(2, 40))) for i in range(30)]
-    batch = make_batch([documents[:15], documents[15:]])
+    batch = make_batch([documents[:15], documents[15:]], padding=8)
     plain = anchored(batch, legal_anchors(batch), range(6))
     slots, real_BQ = variable_prefix(plain, batch, 6)
     slots = weigh(slots, "exp", gamma=4.0)

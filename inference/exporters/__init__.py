@@ -11,6 +11,7 @@ from .falcon import EXPORTER as FALCON
 from .hydra import EXPORTER as HYDRA
 from .layout import Exporter
 from .medusa import EXPORTER as MEDUSA
+from .peagle import EXPORTER as PEAGLE
 from .prompt_tokens import EXPORTER as PROMPT_TOKENS
 
 EXPORTERS: dict[str, Exporter] = {
@@ -18,6 +19,7 @@ EXPORTERS: dict[str, Exporter] = {
     "hydra": HYDRA,
     "eagle": EAGLE,
     "eagle3": EAGLE3,
+    "peagle": PEAGLE,
     "falcon": FALCON,
     "dual_view": DUAL_VIEW,
     "prompt_tokens": PROMPT_TOKENS,

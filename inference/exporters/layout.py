@@ -50,11 +50,14 @@ class Packed:
 @dataclass(frozen=True)
 class Unpacked:
     """The way back: the drafter's own parameters and its draft ids (absolute, sorted; None = all of V).
-    `target_head`: head rows in the file that must be the target's own (of the draft ids)."""
+    `target_head`: head rows in the file that must be the target's own (of the draft ids); `target_embed`: an embedding
+    table that must be, but for the rows `own_rows`."""
 
     state: dict[str, Tensor]
     draft_ids: Tensor | None
     target_head: Tensor | None = None
+    target_embed: Tensor | None = None
+    own_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
