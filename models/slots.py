@@ -200,7 +200,7 @@ def legal_anchors(batch: Batch, rule: Legal = "pair", *, width: int = 2, ahead: 
     ok_BT = ok_BT & at(batch.supervised_BT, token_BT)
     if rule == "pair":
         return ok_BT & (token_BT + 1 <= end_BT) & at(batch.supervised_BT, token_BT + 1)
-    return ok_BT & (token_BT + width - (rule == "full_block") <= end_BT)
+    return ok_BT & (token_BT + (width - 1 if rule == "full_block" else width) <= end_BT)
 
 
 def _ranks(unit_X: Tensor, key_X: Tensor) -> tuple[Tensor, Tensor]:
