@@ -73,6 +73,7 @@ class CheckResult:
     difference: float
 
 
+@torch.no_grad()
 def handed_over(drafter: Drafter, target: Target, ids_BT: Tensor, counts_B: Tensor) -> tuple[Any, ExtraOut | None]:
     """What a drafter that lives inside the target is handed in a `Commit`, once the first `counts_B` tokens of each row
     stand in the text: the target's cache (None where it does not read it), and what its prompt rows computed there."""

@@ -203,6 +203,7 @@ class DualView(nn.Module):
     def init(self, prefill: Prefill) -> None:
         """The target's cache is all there is to know."""
 
+    @torch.no_grad()
     def start(self, state: None, commit: Commit) -> tuple[None, Level]:
         """The levels of all depths. The block takes slots of the target's cache behind the text, which the next pass
         overwrites."""
