@@ -319,10 +319,12 @@ class _Batch:
             nodes = 0
         self.prefix_kv: Tensor | None = getattr(drafter, "prefix_kv", None)
         self.table_XD: Tensor | None = getattr(drafter, "extra_table_XD", None)
-        self._check_width(nodes, extra)
+        # A drafter that reads the target's cache writes its own passes behind the text, to be overwritten.
+        written = drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
+        self._check_width(nodes, extra, written)
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
         behind = 0 if self.prefix_kv is None else self.prefix_kv.shape[3]
-        self.slots = longest + (decode.fixed_width or 1 + nodes + extra + behind)
+        self.slots = longest + max(decode.fixed_width or 1 + nodes + extra + behind, written)
         # A drafter keeps what it was asked to extend, which may be more than what stayed in the tree.
         asked, depth = nodes, nodes
         if self.plan is not None:
@@ -341,7 +343,7 @@ class _Batch:
         self.commit: Commit | None = None
         self.anchors_B = torch.zeros_like(self.seeds_B)
 
-    def _check_width(self, nodes: int, extra: int) -> None:
+    def _check_width(self, nodes: int, extra: int, written: int) -> None:
         """Refuse a fixed width that the passes do not fit."""
         width, rows = self.decode.fixed_width, nodes + extra + 1
         if width is None or self.drafter is None:
@@ -350,6 +352,11 @@ class _Batch:
             raise ValueError(
                 f"fixed_width={width}: this drafter's prefix adds keys that plain decoding has not, so equal width does "
                 "not make equal bits: leave fixed_width unset"
+            )
+        if written > width:
+            raise ValueError(
+                f"fixed_width={width} is less than the {written} rows of the drafter's own passes, which would need more "
+                f"slots than plain decoding has: use fixed_width={written} (here and in plain decoding)"
             )
         if rows > width:
             less = f", or k={width - 1}" if not extra else ""

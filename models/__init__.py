@@ -17,14 +17,17 @@ from typing import Any
 from .dflash import DFlash
 from .draft_model import DraftModel
 from .dspark import DSpark
+from .dual_view import DualView
 from .eagle import Eagle
 from .eagle3 import Eagle3
+from .falcon import Falcon
 from .hydra import Hydra
 from .lookahead import Lookahead, LookaheadConfig
 from .medusa import Medusa
 from .ngram import Ngram, NgramConfig
 from .pard import Pard
 from .peagle import PEagle
+from .prompt_tokens import PromptTokens
 from .recycling import Recycling, RecyclingConfig
 from .suffix import Suffix, SuffixConfig
 
@@ -38,6 +41,9 @@ METHODS: dict[str, Any] = {
     "dflash": DFlash,
     "dspark": DSpark,
     "peagle": PEagle,
+    "falcon": Falcon,
+    "dual_view": DualView,
+    "prompt_tokens": PromptTokens,
 }
 
 TRAINING_FREE: dict[str, Any] = {

@@ -247,6 +247,13 @@ def keyed_uniform(batch: Batch, width: int, stream: int = 0) -> Tensor:
     return halves_BTG8.flatten(-2)[..., :width].float() * 2.0**-16
 
 
+def feature_noise(batch: Batch, width: int, scale: float) -> Tensor:
+    """[B, T, width] keyed noise, uniform in +-scale / 2 * 512 / length of the document (EAGLE's training code)."""
+    same_BTT = batch.samples_BT[:, :, None] == batch.samples_BT[:, None, :]
+    length_BT1 = same_BTT.sum(-1, keepdim=True)
+    return (keyed_uniform(batch, width) - 0.5) * scale * (512 / length_BT1)
+
+
 TargetHead = Callable[[Tensor, Tensor | None], Tensor]
 TargetEmbed = Callable[[Tensor], Tensor]
 

@@ -18,10 +18,11 @@ token that a draft from t knows, `drafted` = label - known: 1 is the first token
     DFlash, DSpark    ditto, `sample_from_anchor`: slot 0 predicts too  0     1  exclusive, full
     JetSpec           random anchors, depths 0..B-1                     0     0  exclusive, causal
     dual view         random anchors, depths 0..B-1                     0     1  exclusive, full
-    BiTA              consecutive, depths 1..M, from the last entry seen 0     1  inclusive, causal; prefix keys
-    PPD               cuts, depths 1..m, n members                      0     1  inclusive, member
-    PaSS              cuts, depths 1..m                                 0     1  inclusive, causal
-    Falcon            all_shifts(k)                                     1     2  exclusive, block of k
+    BiTA              consecutive, depths 1..M, from the last entry seen 1     1  inclusive, causal; prefix keys
+    PPD               cuts, depths 1..m, n members                      1     1  inclusive, member
+    PaSS              cuts, depths 1..m                                 1     1  inclusive, causal
+    Falcon            random anchors, depths 0..k-1 (the last known k)  k   k+1  exclusive, block of k
+    Falcon, in place  all_shifts(k)                                     1     2  exclusive, block of k
 
 Use, in a method's loss (and the same slots in `denominators`, for they read data and seeded noise alone):
 
@@ -84,7 +85,7 @@ ContextLimit = Literal["inclusive", "exclusive"]
 Intra = Literal["causal", "full", "block", "member"]
 
 # Streams of `layers.keyed_uniform`, so that no two draws at one position meet.
-ANCHORS, PREFIX, NOISE, GLANCE, SHIFT = 16, 17, 18, 19, 20
+ANCHORS, PREFIX, NOISE, GLANCE, SHIFT, ROUND = 16, 17, 18, 19, 20, 21
 
 
 @dataclass(frozen=True)
@@ -328,10 +329,11 @@ def anchored(
 
 
 def append_at_cut(batch: Batch, depths: int, members: int = 1, cuts: int = 1) -> Slots:
-    """`depths` x `members` prompt tokens behind `cuts` random places of each document (PPD, section 3.1: one cut):
-    depth 1 stands right behind the cut and predicts the second token after it."""
-    chosen_BT = random_anchors(batch, legal_anchors(batch, "pair"), cuts)
-    return anchored(batch, chosen_BT, range(1, depths + 1), shift=1, members=members)
+    """`depths` x `members` prompt tokens behind `cuts` random places of each document (PPD, section 3.1: one cut). The
+    target itself gives the token after the cut, which drafting knows (`ahead` 1); depth 1 predicts the one after that.
+    """
+    chosen_BT = random_anchors(batch, legal_anchors(batch, "pair", ahead=1), cuts)
+    return anchored(batch, chosen_BT, range(1, depths + 1), ahead=1, shift=1, members=members)
 
 
 def cod(
@@ -471,8 +473,9 @@ def noise_tokens(slots: Slots, batch: Batch) -> Tensor:
 
 def glance(slots: Slots, batch: Batch, guess_BQ: Tensor, share: float, hidden_BQ: Tensor | None = None) -> Tensor:
     """Bool [B, Q] input policy `glanced` (Falcon, section 3.2): which slots show the truth in a second pass. Of each
-    group, floor(share * Hamming distance of `guess_BQ` [target ids] from the labels, over slots with a loss) of the
-    slots `hidden_BQ` (default: those that are not `real`), in one run that starts at a random one.
+    group, share * (Hamming distance of `guess_BQ` [target ids] from the labels, over slots with a loss) of the slots
+    `hidden_BQ` (default: those that are not `real`), in one run that starts at a random one. The number is rounded up or
+    down at random, so that its mean is right: in a group of two, 0.4 of a miss would otherwise be nothing.
 
     The paper lets `share` fall with the epochs, 0.4 * (E - e) / E; give it that.
     """
@@ -489,10 +492,9 @@ def glance(slots: Slots, batch: Batch, guess_BQ: Tensor, share: float, hidden_BQ
     misses_U.index_add_(0, row_W * groups + slots.group_BQ[row_W, column_W], torch.ones_like(row_W))
     unit_X = row_X * groups + slots.group_BQ[row_X, column_X]
     rank_X, size_X = _ranks(unit_X, column_X)
-    shown_X = torch.minimum((misses_U[unit_X] * share + 1e-9).long(), size_X)
-    draw_X = keyed_uniform(batch, 8, GLANCE)[
-        row_X, slots.anchor_BQ[row_X, column_X], slots.group_BQ[row_X, column_X] // t % 8
-    ]
+    place_X = row_X, slots.anchor_BQ[row_X, column_X], slots.group_BQ[row_X, column_X] // t % 8
+    draw_X, round_X = (keyed_uniform(batch, 8, stream)[place_X] for stream in (GLANCE, ROUND))
+    shown_X = torch.minimum((misses_U[unit_X].double() * share + round_X + 1e-9).long(), size_X)
     from_X = (draw_X.double() * (size_X - shown_X + 1)).long()
     shown_BQ = torch.zeros_like(hidden_BQ)
     shown_BQ[row_X, column_X] = (rank_X >= from_X) & (rank_X < from_X + shown_X)

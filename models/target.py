@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.utils import cached_file, logging
 
 from .cache import Cache, PrefixCache
-from .drafter import TargetFacts
+from .drafter import Batch, TargetFacts, TargetOut
 from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
 
 DTYPES = {
@@ -106,6 +106,11 @@ class Target(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._embed[0].weight.device
+
+    @property
+    def layers(self) -> list[Any]:
+        """The decoder's layers."""
+        return self._tapped[:-1]
 
     @property
     def norm(self) -> nn.Module:
@@ -275,6 +280,23 @@ def document_mask(samples_BT: Tensor) -> Tensor:
     t = samples_BT.shape[1]
     causal_TT = torch.ones(t, t, dtype=torch.bool, device=samples_BT.device).tril()
     return (samples_BT[:, :, None] == samples_BT[:, None, :]) & causal_TT
+
+
+def live_states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
+    """The states of a packed batch that a drafter's `loss` reads (`loss_needs`), from a pass without gradients."""
+    needs = drafter.loss_needs
+    cache = target.new_cache(*batch.ids_BT.shape) if "kv" in needs else None
+    with torch.no_grad():
+        out = target.forward(
+            batch.ids_BT,
+            batch.positions_BT,
+            cache=cache,
+            see_BTA=document_mask(batch.samples_BT),
+            taps=drafter.taps,
+        )
+    last_hidden_BTD = out.last_hidden_BTD if {"last_hidden", "teacher"} & needs else None
+    forward = target.forward if "module" in needs else None
+    return TargetOut(out.taps_BTPD, last_hidden_BTD, head=target.head, embed=target.embed, forward=forward, kv=cache)
 
 
 def load_target(

@@ -24,15 +24,19 @@ from draftsmith.inference.export import RunFacts, export
 from draftsmith.inference.exporters import EXPORTERS
 from draftsmith.inference.exporters.folder import REPLAY, WEIGHTS
 from draftsmith.models import METHODS
-from draftsmith.models.drafter import Batch, TargetOut
+from draftsmith.models.drafter import Batch
 from draftsmith.models.small_lm import LMConfig
 from draftsmith.models.supervision import Scorer
+from draftsmith.models.target import live_states
 
 OPTIONS = {
     "medusa": {"heads": 3, "head": "shared"},
     "hydra": {"heads": 3, "prefix": True},
     "eagle": {"steps": 4},
     "eagle3": {"steps": 4, "taps": (1, 2, 3), "fc_norm": True},
+    "falcon": {"block": 4},
+    "dual_view": {"block": 4, "anchors": None},
+    "prompt_tokens": {"variant": "bita", "tokens": 4, "points": 100},
     "peagle": {"depths": 4, "layers": 2, "fc_norm": True},
     "draft_model": {"depths": 4, "lm": LMConfig(layers=2)},
     "pard": {"depths": 4, "lm": LMConfig(layers=2), "mask_id": 9},
@@ -101,8 +105,7 @@ def test_stored_logits_are_those_the_loss_is_computed_from(exported, logits_of_t
         positions_BT=torch.arange(t).expand(s, t),
         samples_BT=torch.arange(s)[:, None].expand(s, t),
     )
-    states = target.forward(ids_ST, batch.positions_BT, taps=drafter.taps)
-    out = TargetOut(states.taps_BTPD, states.last_hidden_BTD, head=target.head, embed=target.embed)
+    out = live_states(target, drafter, batch)
     monkeypatch.setattr(Scorer, "terms", lambda self: None)
     seen = logits_of_training(drafter, batch, out)
     t2d = {int(i): w for w, i in enumerate(drafter.d2t_W)}
@@ -147,6 +150,9 @@ FAULTS = {
         ("markov_head.markov_w1.weight", lambda t: t.roll(1, 0)),
         ("markov_head.joint_proj.bias", torch.zeros_like),
     ],
+    "falcon": [("lstm.0.recurrent.weight", torch.zeros_like), ("lstm.1.input.bias", lambda t: t.roll(48))],
+    "dual_view": [("mask_embed", lambda t: t.roll(1)), ("layers.2.v_proj.up.weight", torch.zeros_like)],
+    "prompt_tokens": [("prompt_embed", lambda t: t.roll(1, 0)), ("prefix_kv", lambda t: t.roll(1, 1))],
     "peagle": [
         ("mask_hidden", lambda t: t.roll(1, 2)),
         ("layers.0.hidden_norm.weight", torch.ones_like),

@@ -25,6 +25,13 @@ from draftsmith.models.families import FAMILIES
 from draftsmith.models.small_lm import LMConfig
 
 VARIANTS = {
+    "falcon": ("falcon", {}, False),
+    "falcon_reduced": ("falcon", {"block": 3, "kv_heads": 2, "intermediate": 80}, True),
+    "dual_view": ("dual_view", {"block": 3, "rank": 4}, False),
+    "dual_view_full_reduced": ("dual_view", {"block": 2, "rank": None}, True),
+    "bita_reduced": ("prompt_tokens", {"prefix": 5}, True),
+    "ppd": ("prompt_tokens", {"variant": "ppd", "tokens": 2, "members": 3}, False),
+    "pass": ("prompt_tokens", {"variant": "pass"}, False),
     "medusa": ("medusa", {"heads": 3, "layers": 2}, False),
     "medusa_shared": ("medusa", {"heads": 2, "head": "shared"}, False),
     "medusa_shared_reduced": ("medusa", {"heads": 2, "head": "shared"}, True),

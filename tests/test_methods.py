@@ -21,11 +21,11 @@ from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
 from draftsmith.models.eagle3 import default_taps
 from draftsmith.models.layers import Rotary, keyed_uniform
 from draftsmith.models.supervision import Rows, Scorer
-from draftsmith.models.target import Target, document_mask
+from draftsmith.models.target import Target, live_states
 
 DEPTHS = {
     "medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "steps", "peagle": "depths", "draft_model": "depths",
-    "pard": "depths", "dflash": "block", "dspark": "block",
+    "pard": "depths", "dflash": "block", "dspark": "block", "falcon": "block", "dual_view": "block", "prompt_tokens": "tokens",
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
     "peagle": {"layers": 2, "ratio": 1.0},
@@ -38,6 +38,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
         "confidence": False,
         "denominator": "slots",
     },  # tests/test_dspark.py has that one
+    "falcon": {"noise": 0.0, "glance": 0.0},
+    "dual_view": {"anchors": None, "rank": 8, "depth_weight": 1.0},
+    "prompt_tokens": {"points": 100},
 }
 TEXT = ("draft_model",)  # read the text as it stands: deeper pairs are those of depth 1, and no loss of their own
 SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
@@ -64,10 +67,11 @@ def one_row(ids: list[int], supervised: list[int], pad: int = 0, sample: int = 4
     )
 
 
+INSIDE = ("dual_view", "prompt_tokens")  # these draft through the target itself: tests/test_slot_methods.py
+
+
 def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
-    see_BTT = document_mask(batch.samples_BT)
-    out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
-    return TargetOut(out.taps_BTPD, out.last_hidden_BTD, head=target.head, embed=target.embed)
+    return live_states(target, drafter, batch)
 
 
 def total_loss(drafter: Any, batches: list[Batch], target: Target) -> Tensor:
@@ -258,7 +262,7 @@ def greedy(target: Target, ids: list[int], new: int) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("method", DEPTHS)
+@pytest.mark.parametrize("method", [name for name in DEPTHS if name not in INSIDE])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_overfits_32_tokens_and_drafts_them(method: str, reduced: bool, target: Target) -> None:
     """Trained on one greedy answer of 32 tokens until every greedy match is 1.0; then drafting from the prompt on, the
@@ -527,6 +531,18 @@ def test_draft_vocabulary_refused(ids: list[int], words: str, target: Target) ->
         ("peagle", {"mask_id": 256}, "mask_id 256 is no id"),
         ("peagle", {"taps": (2, 2)}, "ascending"),
         ("peagle", {"fc_norm": True, "norm_before_fc": True}, "exclude"),
+        ("falcon", {"rounds": 2, "glance": 0.4}, "set glance to 0"),
+        ("falcon", {"glance": 1.5}, "glance"),
+        ("falcon", {"noise": -1.0}, "noise"),
+        ("falcon", {"anchors": 0}, "anchors"),
+        ("dual_view", {"block": 0}, "at least one depth, got 0"),
+        ("dual_view", {"rank": 0}, "rank"),
+        ("dual_view", {"alpha": 0.0}, "alpha"),
+        ("dual_view", {"objective": "feature_smooth_l1 + kl"}, "dual_view has none"),
+        ("prompt_tokens", {"variant": "bitta"}, "bita, ppd, pass, got 'bitta'"),
+        ("prompt_tokens", {"members": 0}, "members"),
+        ("prompt_tokens", {"prefix": -1}, "prefix"),
+        ("prompt_tokens", {"depth_weight": 1.5}, "depth_weight"),
         ("medusa", {"layers": 0}, "layers"),
         ("hydra", {"dropout": 1.0}, "dropout"),
     ],

@@ -719,7 +719,8 @@ def test_glancing_shows_a_run_as_long_as_the_share_of_misses() -> None:
                 wrong = int(((guess_BQ != truth_BQ) & (slots.weight_BQ > 0))[b, mine_Q].sum())
                 shown = shown_BQ[b, mine_Q & hidden_BQ[b]].tolist()
                 lengths.add(sum(shown))
-                assert sum(shown) == min(math.floor(0.6 * wrong + 1e-9), len(shown))
+                fewest = math.floor(0.6 * wrong + 1e-9)
+                assert min(fewest, len(shown)) <= sum(shown) <= min(fewest + (wrong > 0), len(shown))
                 assert "".join("01"[x] for x in shown).strip("0") == "1" * sum(shown)  # one run
         assert len(lengths) > 2 and not glance(slots, batch, truth_BQ, 1.0, hidden_BQ).any()
         assert not glance(slots, batch, guess_BQ, 0.0, hidden_BQ).any()

@@ -140,9 +140,9 @@ def shapes_of(drafter: Any) -> list[DecodeConfig]:
     return [shape for shape in SHAPES.values() if fits(shape.tree, drafter)]
 
 
-def make(method: str, target: Any, draft_ids: Tensor | None = None) -> Any:
+def make(method: str, target: Any, draft_ids: Tensor | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = METHODS[method].Config(**SMALL.get(method, {}))
+    config = METHODS[method].Config(**(SMALL.get(method, {}) | options))
     drafter = METHODS[method](config, target.facts, draft_ids=draft_ids)
     drafter.init_from_target(target)
     return drafter.to(target.dtype)
@@ -435,12 +435,18 @@ def test_fixed_width_chains_have_the_same_bits(tiny: Callable[..., Any], dtype: 
 def test_fixed_width_of_every_method(tiny: Callable[..., Any]) -> None:
     real = tiny(dtype=torch.bfloat16)
     prompts = prompts_of(4, real.facts.tokens, seed=4)
-    decode = DecodeConfig(k=4, fixed_width=5, keep_logits=True)
+    decode = DecodeConfig(k=4, fixed_width=20, keep_logits=True)  # room for prompt rows on every node
     plain = generate(real, prompts, SamplingParams(max_new_tokens=16), None, decode)
     for method in METHODS:
-        got = generate(real, prompts, SamplingParams(max_new_tokens=16), make(method, real), decode)
+        options = {"variant": "pass"} if method == "prompt_tokens" else {}  # BiTA's prefix adds keys: refused
+        got = generate(real, prompts, SamplingParams(max_new_tokens=16), make(method, real, **options), decode)
         assert ids_of(got) == ids_of(plain), method
         assert all(torch.equal(a.logits, b.logits) for a, b in zip(got, plain, strict=True)), method
+    for method, words in (("dual_view", "less than the 8 rows of the drafter's own"), ("prompt_tokens", "prefix adds")):
+        with pytest.raises(ValueError, match=words):
+            generate(
+                target, [[1]], SamplingParams(max_new_tokens=4), make(method, target), DecodeConfig(k=1, fixed_width=5)
+            )
 
 
 def test_fixed_width_narrower_than_the_draft_is_refused(target: Any) -> None:

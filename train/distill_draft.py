@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from draftsmith.inference.load import load_drafter
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
-from draftsmith.models.target import Target, document_mask, load_target
+from draftsmith.models.target import Target, live_states, load_target
 from draftsmith.train import checkpoint, engine
 from draftsmith.train.loop import Summary, train
 from draftsmith.train.stream import Stream
@@ -254,13 +255,7 @@ def states(
 
         return store.usable(samples), stored
 
-    def live(batch: Batch) -> TargetOut:
-        see_BTT = document_mask(batch.samples_BT)
-        out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
-        last_hidden_BTD = out.last_hidden_BTD if needs_last else None
-        return TargetOut(out.taps_BTPD, last_hidden_BTD, head=target.head, embed=target.embed)
-
-    return samples, live
+    return samples, partial(live_states, target, drafter)
 
 
 def speculative_probe(

@@ -7,13 +7,16 @@ iterate over the table, and so do tests/test_export.py and tests/test_check.py.
 from .dflash import EXPORTER as DFLASH
 from .draft_model import EXPORTER as DRAFT_MODEL
 from .dspark import EXPORTER as DSPARK
+from .dual_view import EXPORTER as DUAL_VIEW
 from .eagle import EXPORTER as EAGLE
 from .eagle3 import EXPORTER as EAGLE3
+from .falcon import EXPORTER as FALCON
 from .hydra import EXPORTER as HYDRA
 from .layout import Exporter
 from .medusa import EXPORTER as MEDUSA
 from .pard import EXPORTER as PARD
 from .peagle import EXPORTER as PEAGLE
+from .prompt_tokens import EXPORTER as PROMPT_TOKENS
 
 EXPORTERS: dict[str, Exporter] = {
     "medusa": MEDUSA,
@@ -25,4 +28,7 @@ EXPORTERS: dict[str, Exporter] = {
     "dflash": DFLASH,
     "dspark": DSPARK,
     "peagle": PEAGLE,
+    "falcon": FALCON,
+    "dual_view": DUAL_VIEW,
+    "prompt_tokens": PROMPT_TOKENS,
 }
