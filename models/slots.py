@@ -652,7 +652,7 @@ class Entries(NamedTuple):
 
 
 PREFIX_KEY, CONTEXT_KEY, SLOT_KEY = 0, 1, 2
-PART = 256  # queries per part of a dense mask
+PART = 128  # queries per part of a dense mask
 
 
 def see(rule: MaskRule, query: Entries, key: Entries) -> Tensor:
