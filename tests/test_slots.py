@@ -302,7 +302,7 @@ def test_flex_attention_and_dense_attention_equal_each_query_by_itself(
     leaves = [queries, *(x for pair in parts for x in pair)]
     options: dict[str, Any] = {"context_rows": context_rows, "prefix": prefix}
     outs, grads = [], []
-    for size in (256, 5, 1):
+    for size in (128, 5, 1):
         monkeypatch.setattr(rules, "PART", size)
         mask = make_mask(slots, batch, rule, **options)
         assert len(mask.parts) == -(-q // size) + (-(-t // size) if context_rows else 0)
