@@ -187,14 +187,15 @@ def test_penalties_follow_each_nodes_own_path(target: Any, drafter: Any, scripte
 
 
 @pytest.mark.parametrize("name", ["block", "traversal"])
-def test_whole_paths_take_fixed_candidates(target: Any, drafter: Any, name: str) -> None:
+def test_whole_paths_take_fixed_candidates(target: Any, drafter: Any, scripted: Any, name: str) -> None:
     tree = "chain" if name == "block" else "dynamic"
     decode = DecodeConfig(k=2, tree=tree, width=2, nodes=5, verifier=name, draft_temperature=0.0)
     params = SamplingParams(temperature=0.9, max_new_tokens=3)
     counts = sample(target, drafter, decode, params, 8_000, first_seed=8 * 10**6)
     assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3
     cold = replace(params, temperature=0.0, max_new_tokens=24)
-    plain, got = (generate(target, [PROMPT], cold, *some)[0] for some in ((), (drafter, decode)))
+    right = scripted.Drafter(by_table(P_VVV))
+    plain, got = (generate(target, [PROMPT], cold, *some)[0] for some in ((), (right, decode)))
     assert got.ids == plain.ids and got.stats.from_draft > 0 and got.stats.rule == name
 
 
