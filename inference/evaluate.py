@@ -205,7 +205,7 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
         {} if is_free(name) else read_export_config(name, revision)["draftsmith"]
         for name, revision in zip(names, revisions, strict=True)
     ]
-    facts = next((config["target"] for config in configs if config), {})
+    facts: Row = next((config["target"] for config in configs if config), {})
     if not facts and cfg.target is None:
         raise ValueError(f"{model} drafts for any target and names none: add --target NAME")
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)

@@ -226,13 +226,14 @@ class Drafter(Protocol):
 
 
 class Proposer(Protocol):
-    """The contract of a drafter that has no levels and nothing to train: `propose` returns the whole tree.
+    """The contract of a drafter that has no levels: `propose` returns the whole draft.
 
     Attributes as of `Drafter` (`taps`, `d2t_W`, `parallel` and `max_depth` have its neutral values). Construction:
-    `Method(config, facts)`, then `bind(target)`. The tree has at most the rows, levels and children of `budget`, a
-    chain where its width is 1, and may be empty; its candidates depend on no coin, so q is None and the rule
-    `target_only` keeps the target's distribution. `params`: the requests' own parameters; `rng`: what a builder knows
-    of them (`inference/trees.py`, Draft). A row whose commit holds nothing is done, and gets no candidates.
+    `Method(config, facts)`, then `bind(target)`. The tree keeps within `budget`, is a chain where its width is 1, and
+    may be empty. Candidates without q depend on no coin, so the rule `target_only` keeps the target's distribution.
+    `params`: the requests' own parameters; `rng`: what a builder knows of them (`inference/trees.py`, Draft). A row
+    whose commit holds nothing is done, and gets no candidates. `extra_rows`, where the tree brings extra rows along:
+    the most it brings.
     """
 
     method: str

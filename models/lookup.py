@@ -58,11 +58,12 @@ class Sketch:
 
     def add_path(self, path: Iterable[int]) -> None:
         """A line of tokens from the anchor, as far as there is place."""
-        node: int | None = 0
+        node = 0
         for token in path:
-            node = self.add(node, token)
-            if node is None:
+            child = self.add(node, token)
+            if child is None:
                 return
+            node = child
 
 
 def to_tree(rows: Sequence[Sketch], device: torch.device) -> Tree:
