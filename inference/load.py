@@ -227,7 +227,7 @@ def _read_settings(kind: Any, given: Mapping[str, Any], method: str, where: str)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(kind)}
     if unknown := sorted(set(given) - set(fields)):
         raise ValueError(f"config.json: {where} has {', '.join(unknown)}, unknown to method {method!r}")
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     for name, value in values.items():
         if dataclasses.is_dataclass(fields[name]):
             values[name] = _read_settings(fields[name], value, method, f"{where}.{name}")
