@@ -232,24 +232,21 @@ class _Fused(torch.autograd.Function):
         for lo in range(0, logits_RW.shape[0], block):
             span = slice(lo, lo + block)
             part = teacher.rows(teacher.index_R[span], teacher.label_R[span])
+            scale_R = torch.ones_like(part.log_z_U[part.index_R]) if weight_R is None else weight_R[span]
             if all(name in GRADIENTS for _, name in terms):
                 rows, log_mass_R = read_rows(logits_RW[span], part, oov)
                 scored = _score(rows, log_mass_R, part, terms, oov)
                 if grad_RW is not None:
                     slopes_RW = [coefficient * GRADIENTS[name](rows) for coefficient, name in terms]
-                    grad_RW[span] = weigh(sum(slopes_RW[1:], slopes_RW[0]), part, oov)
+                    slope_RW = weigh(sum(slopes_RW[1:], slopes_RW[0]), part, oov)
+                    grad_RW[span] = slope_RW if weight_R is None else slope_RW * scale_R[:, None]
             else:
                 with torch.enable_grad():
                     block_RW = logits_RW[span].detach().requires_grad_(need)
                     scored = score_rows(block_RW, part, terms, oov)
                     if grad_RW is not None:
-                        (grad_RW[span],) = torch.autograd.grad(scored.value_R.sum(), block_RW)
-            value_R = scored.value_R.detach()
-            if weight_R is not None:
-                value_R = value_R * weight_R[span]
-                if grad_RW is not None:
-                    grad_RW[span] *= weight_R[span, None]
-            parts.append(Scored(value_R, scored.correct_R, scored.accept_R, scored.lost_R))
+                        (grad_RW[span],) = torch.autograd.grad((scored.value_R * scale_R).sum(), block_RW)
+            parts.append(Scored(scored.value_R.detach() * scale_R, scored.correct_R, scored.accept_R, scored.lost_R))
         ctx.grad_RW = grad_RW
         if not parts:
             zero = logits_RW.new_zeros((), dtype=torch.promote_types(logits_RW.dtype, torch.float32))

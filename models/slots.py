@@ -199,7 +199,7 @@ def legal_anchors(batch: Batch, rule: Legal = "pair", *, width: int = 2, ahead: 
     ok_BT = ok_BT & at(batch.supervised_BT, token_BT)
     if rule == "pair":
         return ok_BT & (token_BT + 1 <= end_BT) & at(batch.supervised_BT, token_BT + 1)
-    return ok_BT & (token_BT + width - int(rule == "full_block") <= end_BT)
+    return ok_BT & (token_BT + (width - 1 if rule == "full_block" else width) <= end_BT)
 
 
 def _ranks(unit_X: Tensor, key_X: Tensor) -> tuple[Tensor, Tensor]:
@@ -639,9 +639,9 @@ def score(
 
 
 class Entries(NamedTuple):
-    """Queries or keys, each field [B, X]. `index`: place among the keys; kind 0 = prefix, 1 = context, 2 = slot."""
+    """Queries or keys, each field [B, X]. `place`: index among the keys; kind 0 = prefix, 1 = context, 2 = slot."""
 
-    index: Tensor
+    place: Tensor
     kind: Tensor
     document: Tensor
     anchor: Tensor
@@ -680,7 +680,7 @@ def see(rule: MaskRule, query: Entries, key: Entries) -> Tensor:
     if rule.window is not None:
         seen = seen & (query.position - key.position < rule.window)
     prefix = slot & (key.kind == PREFIX_KEY) & (query.document >= 0)
-    return seen | prefix | (query.index == key.index)
+    return seen | prefix | (query.place == key.place)
 
 
 def entries(slots: Slots, batch: Batch, *, context_rows: bool = False, prefix: int = 0) -> tuple[Entries, Entries]:
@@ -695,7 +695,7 @@ def entries(slots: Slots, batch: Batch, *, context_rows: bool = False, prefix: i
     time_BT = row(torch.arange(t))
     zero_BP, zero_BT = row(torch.zeros(prefix, dtype=torch.int64)), torch.zeros_like(time_BT)
     parts = {
-        "index": (row(torch.arange(prefix)), time_BT + prefix, row(torch.arange(q)) + prefix + t),
+        "place": (row(torch.arange(prefix)), time_BT + prefix, row(torch.arange(q)) + prefix + t),
         "kind": tuple(row(torch.full((n,), kind)) for kind, n in enumerate((prefix, t, q))),
         "document": (zero_BP - 1, batch.samples_BT, slots.document_BQ),
         "anchor": (zero_BP, time_BT, slots.anchor_BQ),
@@ -788,7 +788,9 @@ def _flex_attention(compiled: bool) -> Callable[..., Any]:
     """Flex attention, compiled where that pays; imported only by those who use it."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    if compiled:
+        return torch.compile(flex_attention, dynamic=True)
+    return flex_attention
 
 
 def attend_slots(

@@ -181,7 +181,8 @@ def test_another_targets_weights_are_seen(exported, tiny, monkeypatch):
     _, drafter, folder = exported
     stranger = tiny(max_positions=512, seed=9)
     monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: stranger)
-    words = "not the head of" if drafter.method in ("medusa", "dflash", "dspark") else "does not compute"
+    head, table = "not the head of", "not the table of"
+    words = {"medusa": head, "dflash": head, "dspark": head, "peagle": table}.get(drafter.method, "does not compute")
     with pytest.warns(UserWarning, match="other weights"), pytest.raises(ValueError, match=words):
         check_export(CheckConfig(str(folder)))
 

@@ -586,7 +586,8 @@ def test_card_is_written_from_the_run_and_scrubbed(variant, tmp_path, monkeypatc
     if line is not None:
         spoken = json.loads(line.split("--speculative-config '")[1].split("'")[0])
         drafted = drafter.max_depth if drafter.method == "dspark" else 2  # DSpark is served whole
-        assert spoken["method"] == drafter.method and spoken["num_speculative_tokens"] == drafted
+        method = {"peagle": "eagle3"}.get(drafter.method, drafter.method)
+        assert spoken["method"] == method and spoken["num_speculative_tokens"] == drafted
     run = yaml.safe_load((folder / "run.yaml").read_text())
     assert run["config"]["data"]["source"] == "train.jsonl" and run["config"]["wandb"]["api_key"] == "[removed]"
 
