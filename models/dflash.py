@@ -99,7 +99,8 @@ class DFlashConfig:
     cut: Cut = "run"
     """Labels behind a gap in the supervision: run = not trained (DeepSpec), mask = trained (SpecForge, speculators)."""
     variable_prefix: bool = False
-    """Show each block its first l true tokens, l of 1 .. B - 1 drawn with chance 0.9 ** l (D2SD, which draws from 2 on)."""
+    """Show each block its first l true tokens, l of 1 .. B - 1 drawn with chance 0.9 ** l (D2SD, which draws from 2 on). A way
+    of training: our runtime drafts from the anchor alone, it does not draft anew behind a part of a block."""
     objective: str = "ce"
     """Loss per slot: ce (the data's token, DFlash), kl (the target's distribution, JetSpec), or any expression."""
     weight: BlockWeight = "exp"

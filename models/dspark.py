@@ -96,7 +96,8 @@ class DSparkConfig:
     cut: Cut = "run"
     """Labels behind a gap in the supervision: run = not trained (DeepSpec), mask = trained (SpecForge, speculators)."""
     variable_prefix: bool = False
-    """Show each block its first l true tokens, l of 1 .. B - 1 drawn with chance 0.9 ** l (D2SD, which draws from 2 on)."""
+    """Show each block its first l true tokens, l of 1 .. B - 1 drawn with chance 0.9 ** l (D2SD, which draws from 2 on). A way
+    of training: our runtime drafts from the anchor alone, it does not draft anew behind a part of a block."""
     objective: str = "0.1*ce + 0.9*l1"
     """Loss per slot (DSpark: 0.1 cross-entropy with the data's token, 0.9 L1 distance to the target's distribution)."""
     weight: BlockWeight = "exp"
