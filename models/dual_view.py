@@ -183,6 +183,8 @@ class DualView(nn.Module):
     def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms:
         """Term `slots`: the objective between the second view's rows and the first's."""
         assert target_out.embed is not None and target_out.head is not None
+        if target_out.forward is not None and [target_out.forward] != [target.forward for target in self.bound]:
+            raise ValueError("dual_view: these states are of another target than it is bound to; call bind(target)")
         slots = self.slots(batch)
         anchor_BQ1 = (slots.depth_BQ == 0)[..., None]
         tokens_BQD = target_out.embed(at(batch.ids_BT, slots.token_BQ))
