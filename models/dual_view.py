@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,7 @@ class DualView(nn.Module):
         handles = [
             getattr(layer.self_attn, name).register_forward_hook(partial(_add, difference))
             for layer, differences in zip(self.bound[0].layers, self.layers, strict=True)
-            for name, difference in differences.items()
+            for name, difference in cast(nn.ModuleDict, differences).items()
         ]
         try:
             yield
