@@ -141,10 +141,10 @@ def state_trees(
     reward = torch.tensor([1 + sum(paths.values()) for paths in reach], dtype=torch.float64)
     stops = []
     for paths in reach:
-        stop = {(): 1.0} | paths
+        left: dict[tuple[int, ...], float] = {(): 1.0} | paths
         for path, chance in paths.items():
-            stop[path[:-1]] -= chance
-        stops.append([max(0.0, chance) for chance in stop.values()])
+            left[path[:-1]] -= chance
+        stops.append([max(0.0, chance) for chance in left.values()])
     worth = reward.tolist()
     allotted: list[tuple[int, ...]] = []
     gain = 1.0

@@ -149,6 +149,14 @@ class Drafter(Protocol):
     Construction: `Method(config, facts, draft_ids=None)`; then `init_from_target(target)` copies what the recipe
     says (head rows, norms). `bind(target)` gives it what drafting reads of the target (embedding, head); the former
     ends with it, and whoever loads weights calls it. `forward` is `loss`, so that wrapped modules run it.
+
+    What a drafter may have beside this, and tree builders and the runtime look for:
+    `sequential` (True: `parallel` rows come from `start`, and `extend` corrects deeper ones for the tokens taken);
+    `pair_scores(state, ids_BKC, log_BKC)` (inference/trees.py, `_tables`); `chances` (of ranks to be right, by depth);
+    `prompts` (models/tree.py), `extra_table_XD` (input embeddings of its rows, in the space of `target.embed`) and
+    `prefix_kv` (`Target.forward`), of prompt tokens whose states come back in `Commit.extra_out`;
+    `propose(state, commit, budget, params, draft) -> (state, Tree)` in the place of levels, with `extra_rows`, the most
+    extra rows that its trees bring.
     """
 
     method: str

@@ -19,6 +19,7 @@ from draftsmith.inference.suites import Prompt
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
 from draftsmith.models.drafter import Level
+from draftsmith.models.tree import Prompts
 
 FIELDS = [  # of every row, as promised to readers of the JSON
     *(
@@ -221,6 +222,30 @@ def test_trees_are_compared_with_plain_decoding(target, tmp_path):
         assert len(row["alpha_by_rank"][0]) >= 1
 
 
+def test_arms_are_those_that_a_drafter_can_grow(target, tmp_path):
+    """Level by level it has no marginals; chains that are cut are compared at equal width too; a prefix has no width."""
+    drafter = Scripted(target)
+    cfg = config(tmp_path, trees=("chain", "cut", "opt", "best_first"), threshold=0.4, nodes=7, k=(2, 3))
+    arms = plan(cfg, {"s": drafter})
+    assert [arm.name for arm in arms if arm.kind == "draft"] == [
+        f"s {tree} K={k}" for tree in ("chain", "cut", "opt") for k in (2, 3)
+    ]
+    assert {(arm.decode.tree, arm.decode.threshold) for arm in arms if arm.kind == "draft"} == {
+        ("chain", None), ("cut", 0.4), ("opt", 0.4)
+    }  # fmt: skip
+    assert [arm.decode.fixed_width for arm in arms if arm.kind == "width"] == [3, 4]
+    assert all(arm.decode.nodes == 7 for arm in arms if arm.kind == "draft")
+    report = run(target, {"s": drafter}, replace(cfg, k=(2,), max_new_tokens=8))
+    assert row_of(report, "s cut K=2")["identical_to_plain"] and row_of(report, "s opt K=2")["identical_to_plain"]
+    with pytest.raises(ValueError, match="no drafter gives what they need; add chain"):
+        plan(replace(cfg, trees=("best_first",), threshold=None), {"s": drafter})
+    drafter.prompts = Prompts(2)
+    widths = [arm.decode.fixed_width for arm in plan(cfg, {"s": drafter}) if arm.kind == "width"]
+    assert widths == [3 + 3 * 2, 4 + 4 * 2]
+    drafter.prefix_kv = torch.zeros(4, 2, 4, 1, 12)
+    assert not [arm for arm in plan(cfg, {"s": drafter}) if arm.decode.fixed_width]
+
+
 def test_a_red_check_hides_the_speed(target, tmp_path, monkeypatch):
     """A runtime that commits a wrong token: red, no speed anywhere, exit code 1 by the command's rule."""
     real = evaluation.generate
@@ -376,6 +401,10 @@ def test_bad_settings_are_refused():
         ({"identity_prompts": 0}, "identity_prompts = 0"),
         ({"temperatures": (-1.0,)}, "temperatures"),
         ({"trees": ()}, "trees = "),
+        ({"trees": ("bush",)}, "tree='bush'"),
+        ({"threshold": 0.5, "trees": ("chain", "static")}, "threshold = 0.5: none of trees"),
+        ({"threshold": 2.0, "trees": ("chain", "cut")}, "threshold=2.0"),
+        ({"prompt_rows": 0}, "prompt_rows=0"),
         ({"hf_prompts": -1}, "hf_prompts = -1"),
         ({"seed": -1}, "seed = -1"),
     ):

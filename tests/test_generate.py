@@ -76,6 +76,7 @@ def test_settings_are_refused_before_anything_loads(monkeypatch):
         ({"top_p": 0.0}, "top_p"),
         ({"k": 0}, "k=0"),
         ({"tree": "bush"}, "tree='bush'"),
+        ({"tree": "static", "threshold": 0.5}, "threshold is for the trees cut, opt"),
         ({"verifier": "typical"}, "allow_lossy"),
         ({}, "--model EXPORT"),
     ):

@@ -266,9 +266,9 @@ def test_a_prefix_is_seen_by_whom_the_mask_says(target: Target) -> None:
         _close(states.last_hidden_BTD[b, 0], plain[0, -5])
         see_TX = torch.cat([see_TT, torch.cat([torch.zeros(t - 5, dtype=torch.bool), sees_T])[:, None].expand(t, 3)], 1)
         alone = target.forward(ids_BT, _positions(1, t), see_BTA=see_TX[None], prefix_kv=prefix_kv, taps=(2,))
-        _close(states.last_hidden_BTD[b], alone.last_hidden_BTD[0, -5:])
+        _close(states.last_hidden_BTD[b], alone.last_hidden_BTD[0, -5:].detach())
         assert states.taps_BTPD is not None and alone.taps_BTPD is not None
-        _close(states.taps_BTPD[b], alone.taps_BTPD[0, -5:])
+        _close(states.taps_BTPD[b], alone.taps_BTPD[0, -5:].detach())
         assert float((alone.last_hidden_BTD[0, -4:] - plain[0, -4:]).abs().max()) > 1e-2
         alone.last_hidden_BTD[0, -1].square().sum().backward()
     assert prefix_kv.grad is not None and bool(torch.isfinite(prefix_kv.grad).all())

@@ -1,8 +1,10 @@
 """Tree builders: CASES B38, templates, selections against slow references and against all trees there are, what a drafter
 is asked, prompt rows and what they see."""
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,6 +267,15 @@ def test_unknown_shapes_are_refused() -> None:
         DecodeConfig(tree="bush")
     assert {name for name, builder in TREES.items() if not builder.on_device} == {"best_first", "capped"}
     assert {name for name, builder in TREES.items() if builder.draws} == {"chain", "cut", "static"}
+
+
+def test_the_readme_lists_every_tree() -> None:
+    text = (Path(__file__).parents[1] / "inference/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|.*\| (any|all)[^|]* \| (drawn|fixed) \|$", text, re.MULTILINE)
+    assert listed == [
+        (name, "all" if builder.at_once else "any", "drawn" if builder.draws else "fixed")
+        for name, builder in TREES.items()
+    ]
 
 
 @pytest.mark.parametrize(
