@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,7 @@ class DualView(nn.Module):
         handles = [
             getattr(layer.self_attn, name).register_forward_hook(partial(_add, difference))
             for layer, differences in zip(self.bound[0].layers, self.layers, strict=True)
-            for name, difference in differences.items()
+            for name, difference in cast(nn.ModuleDict, differences).items()
         ]
         try:
             yield
@@ -183,6 +183,8 @@ class DualView(nn.Module):
     def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms:
         """Term `slots`: the objective between the second view's rows and the first's."""
         assert target_out.embed is not None and target_out.head is not None
+        if target_out.forward is not None and [target_out.forward] != [target.forward for target in self.bound]:
+            raise ValueError("dual_view: these states are of another target than it is bound to; call bind(target)")
         slots = self.slots(batch)
         anchor_BQ1 = (slots.depth_BQ == 0)[..., None]
         tokens_BQD = target_out.embed(at(batch.ids_BT, slots.token_BQ))

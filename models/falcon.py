@@ -252,6 +252,7 @@ class Falcon(nn.Module):
             shown_BQ = glance(
                 slots, batch, self.guess(slots, target_out, first_BQD), share, hidden_BQ=slots.weight_BQ > 0
             )
+        torch.clear_autocast_cache()  # it would hand out the casts of weights that were made without gradients
         second_BQD = self.unroll(slots, batch, target_out.embed, text, shown_BQ)
         left = replace(slots, weight_BQ=slots.weight_BQ.masked_fill(shown_BQ, 0))
         return Terms(self.score(left, batch, target_out, second_BQD).losses, terms.metrics)

@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
     },  # tests/test_dspark.py has that one
     "falcon": {"noise": 0.0, "glance": 0.0},
     "dual_view": {"anchors": None, "rank": 8, "depth_weight": 1.0},
-    "prompt_tokens": {"points": 100},
+    "prompt_tokens": {"variant": "ppd", "points": 100, "depth_weight": 1.0},
 }
 TEXT = ("draft_model",)  # read the text as it stands: deeper pairs are those of depth 1, and no loss of their own
 SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
@@ -189,7 +189,8 @@ def test_oracle_logits_cost_nothing_and_every_weight_learns(method: str, target:
     terms = ["slots"] if method in SLOTTED else [f"depth_{d}" for d in ((1,) if method in TEXT else (1, 2, 3))]
     assert {name: float(loss.detach()) for name, loss in losses.items()} == dict.fromkeys(terms, 0.0)
     _, grads = gradients(drafter, [batch], target)
-    assert all(grad is not None and float(grad.norm()) > 0 for grad in grads.values())
+    # Low-rank differences start at zero: their first halves learn from the second step on.
+    assert all(grad is not None and (float(grad.norm()) > 0 or ".down." in name) for name, grad in grads.items())
     for depth, term in enumerate(terms, 1):  # and each depth by itself reaches the weights that are its own
         drafter.zero_grad(set_to_none=True)
         drafter(batch, states(target, drafter, batch), 0.0).losses[term].backward()
@@ -243,7 +244,7 @@ def test_split_steps_have_the_gradient_of_the_whole(method: str, target: Target)
             )
 
 
-@pytest.mark.parametrize("method", DEPTHS)
+@pytest.mark.parametrize("method", [name for name in DEPTHS if name not in INSIDE])
 def test_empty_batch_gives_every_weight_a_gradient_of_zero(method: str, target: Target) -> None:
     """A process whose rows hold nothing to learn must still take part in the sum over processes."""
     drafter = make(method, target)
@@ -324,7 +325,7 @@ def test_targets_outside_the_draft_vocabulary_are_rejections(method: str, target
         assert values["accuracy_1"] == values["accuracy_2"] == values["run_length"] == 0
         assert values["lost_mass"] > 0.1 and values["accept_1"] <= 1 - values["lost_mass"] + 1e-5
         assert all(bool(loss.isfinite()) for loss in terms.losses.values())
-        no_ce = oov == "mask" and "feature" not in METHODS[method].Config().objective
+        no_ce = oov == "mask" and "feature" not in (METHODS[method].Config().objective or "")
         assert (float(sum(terms.losses.values()).detach()) == 0) == no_ce
 
 
@@ -376,6 +377,7 @@ def test_bf16_autocast_with_fp32_masters(method: str, tiny: Callable[..., Target
     full, half = tiny(), tiny(dtype=torch.bfloat16)
     drafter = make(method, full).eval()
     want = total_loss(drafter, [batch], full).detach()
+    drafter.bind(half)
     with torch.autocast("cpu", torch.bfloat16):
         loss = total_loss(drafter, [batch], half)
     loss.backward()

@@ -62,6 +62,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 PARALLEL = ("medusa", "pard", "peagle", "dflash", "dual_view", "prompt_tokens")
 AT_ONCE = {n for n, (m, o) in VARIANTS.items() if m in PARALLEL or o.get("head") == "none"}  # every depth from `start`
 SLOTTED = {n for n in AT_ONCE if not n.startswith("medusa")} | {"falcon"}  # slots that read no token behind the anchor
+INSIDE = {"dual_view", "prompt_tokens"}  # draft through the target itself
 DRAFT_IDS = torch.arange(3, 200, 3)
 
 
@@ -138,11 +139,15 @@ def target(tiny: Callable[..., Target]) -> Target:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_training_logits_equal_runtime_logits(name: str, target: Target, logits_of_training: Any) -> None:
+def test_training_logits_equal_runtime_logits(
+    name: str, target: Target, tiny: Callable[..., Target], logits_of_training: Any
+) -> None:
     """Two documents of one packed row run as two rows of a ragged batch, committed in uneven pieces, drafting (and so
     leaving rejected slots behind) after each; the second document is done before the first."""
+    if VARIANTS[name][0] in INSIDE:  # whose own rounding, in fp32, is about the bound
+        target = tiny(dtype=torch.float64)
     batch = make_batch([22, 17])
-    drafter = make_drafter(name, target)
+    drafter = make_drafter(name, target).to(target.dtype)
     out = live_states(target, drafter, batch)
     trained = logits_of_training(drafter, batch, out)
     documents = [(batch.samples_BT[0] == i).nonzero()[:, 0] for i in range(2)]

@@ -24,6 +24,7 @@ from draftsmith.models.inside import run_slots
 from draftsmith.models.slots import MaskRule, dense_mask
 from draftsmith.models.target import Target, live_states
 from draftsmith.train.checkpoint import trained_tensors
+from draftsmith.train.loop import LossModule
 
 PROMPT = {"tokens": 3, "points": 100}
 DUAL = {"block": 3, "anchors": None, "rank": 8}
@@ -194,6 +195,26 @@ def test_frozen_weights_are_nobodys_parameters(name: str, target: Target) -> Non
     generate(target, [[5, 6, 7]], SamplingParams(max_new_tokens=6), drafter)
     assert not any(module._forward_hooks for module in target.modules())
     assert all(torch.equal(p, before[n]) for n, p in target.named_parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_empty_batches_leave_no_process_waiting(name: str, target: Target) -> None:
+    """Nothing supervised, or nothing at all: through the loop's module every weight has a gradient, of zero."""
+    drafter = make(name, target, spread=0.2)
+    module = LossModule(drafter, "bf16", torch.device("cpu"))
+    for batch in (one_row([5] * 12, []), one_row([], [], pad=12)):
+        assert drafter.denominators(batch, 0.0) == {"slots": 0.0}
+        loss, metrics = module(batch, live_states(target, drafter, batch), 0.0, {"slots": 0.0})
+        loss.backward()
+        assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
+        assert all(float(total) == 0 and float(count) == 0 for total, count in metrics.values())
+
+
+def test_states_of_another_target_are_refused(tiny: Callable[..., Target]) -> None:
+    drafter, other = make("dual_view", tiny()), tiny(seed=1)
+    batch = one_row(list(range(10, 30)), list(range(6, 20)))
+    with pytest.raises(ValueError, match="another target than it is bound to"):
+        drafter(batch, live_states(other, drafter, batch), 0.0)
 
 
 @pytest.mark.parametrize("method", ["dual_view", "prompt_tokens"])
@@ -379,6 +400,22 @@ def test_glancing_shows_answers_and_takes_their_loss(target: Target, monkeypatch
     torch.testing.assert_close(terms.losses["slots"].detach(), want, atol=1e-3, rtol=1e-4)
     assert float(terms.metrics["accuracy_1"][1]) == 51  # metrics are the first pass's, over all
     assert drafter.denominators(batch, 0.25)["slots"] == float((slots.weight_BQ > 0).sum())
+
+
+def test_every_weight_learns_under_glancing_and_autocast(target: Target) -> None:
+    """The first pass makes half-precision copies of the weights without gradients; the second must not read them."""
+    drafter = make("falcon", target, spread=0.3, glance=0.4).train()
+    batch = one_row(list(range(10, 70)), list(range(8, 60)))
+    out = live_states(target, drafter, batch)
+    grads = []
+    for precision in ("fp32", "bf16"):
+        drafter.zero_grad(set_to_none=True)
+        loss, _ = LossModule(drafter, precision, torch.device("cpu"))(batch, out, 0.0, {"slots": 100.0})
+        loss.backward()
+        grads.append({name: p.grad for name, p in drafter.named_parameters()})
+    for name, want in grads[0].items():
+        assert float(want.norm()) > 0
+        assert F.cosine_similarity(grads[1][name].flatten(), want.flatten(), 0) > 0.98, name
 
 
 def test_glancing_fades_and_is_off_in_evaluation(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
