@@ -59,7 +59,7 @@ class DataConfig:
     token left is dropped and counted. The export records it as the training length: prompts may be longer in serving,
     with acceptance untested beyond it."""
     limit: int | None = None
-    """At most this many conversations: from the front, of the shipped set evenly from all categories."""
+    """At most this many conversations, from the front (in the shipped set, all categories take turns)."""
     keep_truncated: bool = True
     """Keep answers that were cut at the token limit while they were generated (open-ended, no end of turn)."""
 
@@ -108,13 +108,11 @@ def load_conversations(cfg: DataConfig) -> list[Conversation]:
         if seen[conv.id] > 1:
             conv = Conversation(f"{conv.id}#{seen[conv.id]}", *_rest(conv))
         kept.append(conv)
-        if cfg.source != "shipped" and len(kept) == cfg.limit:
+        if len(kept) == cfg.limit:
             break
     if not kept:
         found = ", ".join(sorted(splits - {""})) or "none"
         raise ValueError(f"data.source = {cfg.source!r} has no conversation with split {cfg.split!r}; splits: {found}")
-    if cfg.limit is not None and len(kept) > cfg.limit:
-        kept = [kept[i * len(kept) // cfg.limit] for i in range(cfg.limit)]
     return kept
 
 

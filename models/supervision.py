@@ -87,8 +87,8 @@ class Scorer:
 
     `losses["depth_d"]` is depth_weight**(d - 1) times the sum over the pairs of depth d. Metrics, all against the
     target's own argmax and true probabilities: `accuracy_d`, `accept_d` (sum min(p, q)), `lost_mass` (outside the
-    draft vocabulary), `run_length` (leading correct steps of rows that have every depth) and `run_length_sq` (their
-    squares, for an interval).
+    draft vocabulary), `run_length` (leading correct steps of rows that have every depth), `run_length_sq` (their squares,
+    for an interval) and `tau`: tokens per verification of a chain that is drafted along the data, see `walk`.
     """
 
     def __init__(
@@ -154,4 +154,21 @@ class Scorer:
         count = torch.tensor(float(len(run_R)))
         self.terms_.metrics["run_length"] = run_R.sum(), count
         self.terms_.metrics["run_length_sq"] = run_R.square().sum(), count
+        self.terms_.metrics["tau"] = walk(self.rows, self.run_R)
         return self.terms_
+
+
+def walk(rows: Rows, run_R: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, verifications) of greedy chains along the data: from the first row of each stretch of supervised rows
+    on, a verification takes a row's leading hits `run_R` and one token of the target's own, and the next one starts at
+    the row behind them. What a mean over all rows is not: hard places start more chains than easy ones.
+    """
+    flat, run = rows.flat_R.tolist(), run_R.tolist()
+    verifications, due = 0, -1
+    for i, (at, hits) in enumerate(zip(flat, run, strict=True)):
+        if i == 0 or at != flat[i - 1] + 1:
+            due = at
+        if at == due:
+            verifications += 1
+            due = at + 1 + hits
+    return torch.tensor(float(len(flat))), torch.tensor(float(verifications))

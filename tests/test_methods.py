@@ -348,6 +348,8 @@ def test_run_length_counts_leading_hits_of_complete_rows(target: Target) -> None
     terms = scorer.terms()
     assert [float(x) for x in terms.metrics["run_length"]] == [3 + 2 + 1 + 0 + 0 + 3, 6]
     assert [float(x) for x in terms.metrics["run_length_sq"]] == [9 + 4 + 1 + 0 + 0 + 9, 6]
+    # Runs of the 8 rows: 3 2 1 0 0 3 0 0. Chains start at rows 0, 4 and 5.
+    assert [float(x) for x in terms.metrics["tau"]] == [8, 3]
     assert float(terms.metrics["accuracy_2"][0]) == 4 and float(terms.metrics["accuracy_2"][1]) == 7
     for depth in (1, 2, 3):
         torch.testing.assert_close(terms.losses[f"depth_{depth}"], losses[depth - 1] * 0.5 ** (depth - 1))

@@ -337,8 +337,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Held-out metrics, teacher-forced, summed over processes; each batch is one conversation.
 
-    `run_length` (mean leading run of accepted drafts) gets a 90 % interval by bootstrap over conversations, and
-    `tau` = 1 + run_length is what a chain would commit per verification. Empty, in every process, when a signal came to
+    `run_length` (mean leading run of accepted drafts) gets a 90 % interval by bootstrap over conversations. `tau` is
+    what a chain commits per verification; methods that do not walk the text (models/supervision.py) give 1 + run_length,
+    which is a little too high. Empty, in every process, when a signal came to
     any of them.
     """
     module.drafter.eval()
@@ -361,7 +362,7 @@ def evaluate(
     figures = values({n: (sum(v for v, _ in pairs), sum(c for _, c in pairs)) for n, pairs in by_name.items()})
     if "run_length" in figures:
         low, high = interval(by_name["run_length"])
-        figures |= {"run_length_low": low, "run_length_high": high, "tau": 1 + figures["run_length"]}
+        figures = {"tau": 1 + figures["run_length"], "run_length_low": low, "run_length_high": high} | figures
     return figures
 
 

@@ -5,7 +5,7 @@ the long recipe (at most 60), then measures all of them in one interleaved run: 
 and 2,000 verifications. Prints a table and, last, one JSON line with every bound. Resumes where it stopped: finished
 trainings and answered prompts are kept under `--out`.
 
-    OMP_NUM_THREADS=1 python tests/bench/main_job.py              # about 2 hours on two cores
+    OMP_NUM_THREADS=1 python tests/bench/main_job.py              # about 2.5 hours on two cores
     python tests/bench/main_job.py --only eagle3                  # one part
     python tests/bench/main_job.py --quick                        # the same path on the tiny target, under a minute
 """
@@ -58,8 +58,8 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, help="train and measure one part")
     parser.add_argument("--quick", action="store_true", help="tiny target, no bound on figures is meant")
     parser.add_argument("--out", type=Path, default=None, help="runs/main_job, or runs/main_job_quick")
-    parser.add_argument("--prompts", type=int, default=60)
-    parser.add_argument("--max-new-tokens", type=int, default=68)
+    parser.add_argument("--prompts", type=int, default=90)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--k", type=int, nargs="+", default=[2, TAU_K])
     args = parser.parse_args()
     out = (args.out or ROOT / "runs" / ("main_job_quick" if args.quick else "main_job")).resolve()
