@@ -269,7 +269,7 @@ def test_a_prefix_is_seen_by_whom_the_mask_says(target: Target) -> None:
         _close(states.last_hidden_BTD[b], alone.last_hidden_BTD[0, -5:].detach())
         assert states.taps_BTPD is not None and alone.taps_BTPD is not None
         _close(states.taps_BTPD[b], alone.taps_BTPD[0, -5:].detach())
-        assert float((alone.last_hidden_BTD[0, -4:] - plain[0, -4:]).abs().max()) > 1e-2
+        assert float((alone.last_hidden_BTD[0, -4:].detach() - plain[0, -4:]).abs().max()) > 1e-2
         alone.last_hidden_BTD[0, -1].square().sum().backward()
     assert prefix_kv.grad is not None and bool(torch.isfinite(prefix_kv.grad).all())
     assert all(bool(prefix_kv.grad[layer].any()) for layer in range(facts.layers))
