@@ -277,10 +277,10 @@ class DSpark(nn.Module):
             terms.losses = {"slots": self.selector_loss(logits_RW, base_RW, slots, batch), "base": base}
         else:
             own = max(0.0, 1 - progress / config.base_share) if config.base_share else 0.0  # the backbone's part
-            base = scored(base_RW, self.objective).losses["slots"] * own if own else None
+            before = scored(base_RW, self.objective).losses if own else {}
             terms = scored(logits_RW, self.objective)
-            if base is not None:
-                terms.losses = {"slots": terms.losses["slots"] * (1 - own), "base": base}
+            if own:
+                terms.losses = {"slots": terms.losses["slots"] * (1 - own), "base": before["slots"] * own}
         logits_R = hidden_RD.new_zeros(0)
         if config.confidence:
             assert terms.accept_R is not None
