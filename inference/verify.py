@@ -246,6 +246,7 @@ def traversal_odds(tree: Tree, p_BMV: Tensor) -> Odds:
     p <- (m - q)+ / r, whichever token x was. After the last child the node itself is kept with chance w, and its next
     token is a draw of p. By induction from the leaves each subtree pays w times the target's law; the anchor has w = 1.
     Fixed candidates are the case q = one-hot; q of siblings drawn without replacement is q without the earlier ones.
+    On a chain this is block verification: w_i = min(1, w_{i-1} p(x_i) / q(x_i)), one update by the only child's rest.
 
     How many are kept: earlier children are paid first, so let none have a smaller subtree than a later sibling (true of
     chains and of the templates here). Then, for chains and siblings drawn with replacement, never fewer in expectation
@@ -276,27 +277,6 @@ def traversal_odds(tree: Tree, p_BMV: Tensor) -> Odds:
             if q is not None and q_BMW is not None and q_XW is not None and not q.replacement:
                 q_BMW[row_X, parent_X] = _without(q, q_XW, token_X)
     return Odds(weight_BM[:, 1:], r_BMV)
-
-
-def block_odds(tree: Tree, p_BMV: Tensor) -> Odds:
-    """`traversal_odds` of chains, all depths at once: w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)), and a node with
-    a child is kept with chance r / (1 - w + r), r the mass of (w p - q)+, which its next token is then drawn from."""
-    b, n = tree.tokens_BN.shape
-    weight_BM = torch.zeros(b, n + 1, dtype=p_BMV.dtype, device=p_BMV.device)
-    weight_BM[:, 0] = 1
-    stop_BMV = p_BMV.clone()
-    q = tree.q
-    row_X, node_X = tree.valid_BN.nonzero(as_tuple=True)  # the parent of node j has index j
-    token_X, p_XV = tree.tokens_BN[row_X, node_X], p_BMV[row_X, node_X]
-    q_XW = None if q is None else q.rows_BMW[row_X, node_X].to(p_BMV.dtype)
-    ratio_BN = torch.zeros_like(weight_BM[:, 1:])
-    ratio_BN[row_X, node_X] = _chance(q, q_XW, p_XV, token_X, row_X)
-    for j in range(n):
-        weight_BM[:, j + 1] = (weight_BM[:, j] * ratio_BN[:, j]).clamp(max=1)
-    w_X = weight_BM[row_X, node_X]
-    rest_XV = _rest(q, q_XW, w_X[:, None] * p_XV, token_X, row_X)
-    weight_BM[row_X, node_X], stop_BMV[row_X, node_X] = _owed(w_X, rest_XV, p_XV)
-    return Odds(weight_BM[:, 1:], stop_BMV)
 
 
 def choose_by_paths(tree: Tree, odds: Odds, coins: Coins | None) -> Choice:
@@ -398,7 +378,7 @@ VERIFIERS = {
         q="none",
     ),
     "block": Verifier(
-        block_odds,
+        traversal_odds,
         choose_by_paths,
         exact=True,
         condition="chains, drawn from the rows q that come with them or fixed; keeps at least as many as `ratio`",

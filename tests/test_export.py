@@ -664,12 +664,19 @@ def test_card_takes_base_model_and_licence_and_the_report(tiny, tmp_path):
     row = {"name": "eagle3 K=4", "method": "eagle3", "decode": "speculate", "draft_length": 4, "tree": "chain", "temperature": 0.0,
            "dtype": "bfloat16", "prompts": 60, "tau": 1.987, "alpha": [0.5, 0.4], "ratio_to_plain": 1.31}  # fmt: skip
     write_file(
-        folder / "report.json", json.dumps({"machine": {}, "rows": [row, row | {"method": "plain", "tau": None}]})
+        folder / "report.json",
+        json.dumps(
+            {
+                "machine": {},
+                "rows": [row, row | {"method": "plain", "tau": None}, row | {"lossless": "no", "verifier": "fuzzy"}],
+            }
+        ),
     )
     card = render_card(folder, "jane/head")
     front = yaml.safe_load(card.split("---")[1])
     assert front["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and front["license"] == "apache-2.0"
-    assert "1.99" in card and "1.31" in card and card.count("| speculate") == 1
+    assert "1.99" in card and "1.31" in card and card.count("| speculate") == 2
+    assert card.count("lossy rule `fuzzy`") == 1
     assert '"model": "jane/head"' in card and "--speculative-algorithm EAGLE3" in card
 
 

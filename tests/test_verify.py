@@ -17,7 +17,6 @@ from draftsmith.inference.verify import (
     VERIFIERS,
     Coins,
     Odds,
-    block_odds,
     choose_by_coins,
     choose_by_paths,
     entropy_odds,
@@ -413,20 +412,30 @@ def test_traversal_is_what_its_definition_says(replacement: bool, d2t_W: Tensor 
         assert torch.allclose(got.stop_BMV, want.stop_BMV, rtol=0, atol=1e-10)
 
 
-def test_block_is_traversal_of_chains() -> None:
-    for seed in range(30):
-        d2t_W = torch.tensor([0, 2, 3]) if seed % 2 else None
-        tree, p_BMV = random_tree(1 + seed % 6, 4, seed, d2t_W)
-        n = tree.tokens_BN.shape[1]
-        tree.parents_BN = torch.arange(n).repeat(3, 1)
-        tree.depths_BN = tree.parents_BN + 1
-        tree.valid_BN = tree.valid_BN.cumprod(1).bool()
-        if seed % 5 == 0:
-            tree.q = None
-        got, want = block_odds(tree, p_BMV), traversal_odds(tree, p_BMV)
-        assert got.stop_BMV is not None and want.stop_BMV is not None
-        assert torch.allclose(got.accept_BN, want.accept_BN, rtol=0, atol=1e-14)
-        assert torch.allclose(got.stop_BMV, want.stop_BMV, rtol=0, atol=1e-14)
+def test_block_is_its_papers_formula() -> None:
+    """b_0 = 1, b_i = min(1, b_{i-1} p / q); r_i = sum of (b_i p - q)+; node i of g is kept with chance
+    r_i / (r_i + 1 - b_i), the last one with b_g; the next token is of (b_i p - q)+, or of p."""
+    for seed in range(20):
+        g = 1 + seed % 5
+        chain = tuple((0,) * d for d in range(1, g + 1))
+        tree = tree_of([[(seed + 2 * d) % 3 for d in range(g)]], [[True] * g], chain, None)
+        p_VV, q_VV = table("peaked", 3, 2 * seed), table("flat", 3, 2 * seed + 1)
+        p_BMV, q_BMV = rows_of(tree, 0, p_VV), rows_of(tree, 0, q_VV)
+        tree.q = Proposal(q_BMV, None, False)
+        odds = VERIFIERS["block"].probabilities(tree, p_BMV)
+        assert odds.stop_BMV is not None
+        b = 1.0
+        for i in range(g + 1):
+            if i:
+                x = int(tree.tokens_BN[0, i - 1])
+                b = min(1.0, b * float(p_BMV[0, i - 1, x] / q_BMV[0, i - 1, x]))
+            rest_V = (b * p_BMV[0, i] - q_BMV[0, i]).clamp(min=0) if i < g else b * p_BMV[0, i]
+            r = float(rest_V.sum())
+            h = b if i == g else r / (r + 1 - b)
+            if i:
+                assert float(odds.accept_BN[0, i - 1]) == pytest.approx(h, abs=1e-13)
+            if r > 0:  # else no verification stops here
+                assert torch.allclose(odds.stop_BMV[0, i], rest_V / r, rtol=0, atol=1e-13)
 
 
 def test_block_keeps_11_ninths_where_single_tokens_keep_10_ninths() -> None:
@@ -435,7 +444,7 @@ def test_block_keeps_11_ninths_where_single_tokens_keep_10_ninths() -> None:
     p_VV = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).repeat(2, 1)
     q_VV = p_VV.flip(1)
     assert kept(round_law(rejection_odds, 0, p_VV, q_VV, CHAIN)) == pytest.approx(10 / 9, abs=1e-15)
-    assert kept(round_law(block_odds, 0, p_VV, q_VV, CHAIN, True)) == pytest.approx(11 / 9, abs=1e-15)
+    assert kept(round_law(traversal_odds, 0, p_VV, q_VV, CHAIN, True)) == pytest.approx(11 / 9, abs=1e-15)
 
 
 @pytest.mark.parametrize(("name", "template"), [x for x in DRAWN if x[0] != "ratio_tree" and x[1] is not LOPSIDED])
@@ -856,8 +865,10 @@ def test_fault_in_whole_paths_is_caught(slip: str) -> None:
 def test_fault_whole_paths_walked_from_the_anchor_is_caught() -> None:
     """The chances of one order, the walk of the other."""
     p_VV, q_VV = pair("flat", "peaked", 3)
-    for rule, template in ((block_odds, LONG), (traversal_odds, BUSHY)):
-        assert two_rounds(lambda a, r=rule, t=template: round_law(r, a, p_VV, q_VV, t, by_paths=False), p_VV) > 1e-3
+    for template in (LONG, BUSHY):
+        assert (
+            two_rounds(lambda a, t=template: round_law(traversal_odds, a, p_VV, q_VV, t, by_paths=False), p_VV) > 1e-3
+        )
 
 
 def test_fault_one_coin_for_a_whole_path_is_caught() -> None:
@@ -866,7 +877,7 @@ def test_fault_one_coin_for_a_whole_path_is_caught() -> None:
     drawn = list(drawn_trees(0, q_VV, LONG, None, False))
     tree = tree_of([t for _, t, _ in drawn], [ok for _, _, ok in drawn], LONG, None)
     tree.q = Proposal(rows_of(tree, 0, q_VV), None, False)
-    accept_BN = block_odds(tree, rows_of(tree, 0, p_VV)).accept_BN
+    accept_BN = traversal_odds(tree, rows_of(tree, 0, p_VV)).accept_BN
     weight_B = torch.tensor([w for w, _, _ in drawn], dtype=torch.float64)
     by_one = float((weight_B * accept_BN.amax(1)).sum())  # the share of verifications that keep something
     by_each = float((weight_B * (1 - (1 - accept_BN).prod(1))).sum())
