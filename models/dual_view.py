@@ -99,7 +99,7 @@ class Difference(nn.Module):
         return self.up(x if self.down is None else self.down(x)) * self.scale
 
 
-def _add(difference: Difference, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+def _add(difference: nn.Module, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
     return out + difference(args[0]).to(out.dtype)
 
 

@@ -326,7 +326,7 @@ class Falcon(nn.Module):
                     x_BPC = take(text.x_BTC, torch.where(shown_BQ, entry_BP + k, entry_BP))
                     before_BA = entry_BAK[:, :, 0] - 1
                 else:
-                    label_BP = slots.label_BQ.view(b, groups, -1)[:, :, span.start - k : span.start].flatten(1)
+                    label_BP = slots.label_BQ.view(b, groups, k * rounds)[:, :, span.start - k : span.start].flatten(1)
                     x_BPC = self.inputs(embed, outputs[-1].detach().flatten(1, 2), at(batch.ids_BT, label_BP))
                     before_BA = entry_BAK[:, :, k - 1]
                 if memory_X22D is None:

@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
     "prompt_tokens": {"variant": "ppd", "points": 100, "depth_weight": 1.0},
 }
 TEXT = ("draft_model",)  # read the text as it stands: deeper pairs are those of depth 1, and no loss of their own
+INSIDE = ("dual_view", "prompt_tokens")  # draft through the target itself: tests/test_slot_methods.py
 SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
 
 
@@ -65,9 +66,6 @@ def one_row(ids: list[int], supervised: list[int], pad: int = 0, sample: int = 4
         F.pad(torch.arange(n)[None], (0, pad)),
         F.pad(torch.full((1, n), sample), (0, pad), value=-1),
     )
-
-
-INSIDE = ("dual_view", "prompt_tokens")  # these draft through the target itself: tests/test_slot_methods.py
 
 
 def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:

@@ -445,7 +445,7 @@ def test_fixed_width_of_every_method(tiny: Callable[..., Any]) -> None:
     for method, words in (("dual_view", "less than the 8 rows of the drafter's own"), ("prompt_tokens", "prefix adds")):
         with pytest.raises(ValueError, match=words):
             generate(
-                target, [[1]], SamplingParams(max_new_tokens=4), make(method, target), DecodeConfig(k=1, fixed_width=5)
+                real, prompts, SamplingParams(max_new_tokens=4), make(method, real), DecodeConfig(k=1, fixed_width=5)
             )
 
 
