@@ -808,8 +808,11 @@ def attend_slots(
     before: list[list[Tensor]] = [[], []] if prefix is None else [[x] for x in prefix]
     if mask.block is not None:
         k_BGSd, v_BGSd = (torch.cat([*before[i], context[i], own[i]], dim=2) for i in range(2))
-        run = _flex_attention(q_BHQd.device.type == "cuda")
-        return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared)
+        # Triton's kernel takes heads of 16 and more, of at most 32 bits: zeros change no product.
+        d = q_BHQd.shape[-1]
+        q_BHQd, k_BGSd, v_BGSd = (F.pad(x, (0, max(0, 16 - d))) for x in (q_BHQd, k_BGSd, v_BGSd))
+        run = _flex_attention(q_BHQd.device.type == "cuda" and q_BHQd.dtype != torch.float64)
+        return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared, scale=d**-0.5)[..., :d]
     if not mask.parts:  # no slot in the whole batch: every input takes part all the same, with gradient zero
         return q_BHQd + 0 * sum(x.sum() for x in (*context, *own))
     outs = []

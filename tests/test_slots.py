@@ -296,7 +296,7 @@ def test_flex_attention_and_dense_attention_equal_each_query_by_itself(
         "shifts": (all_shifts(batch, 2), MaskRule("exclusive", "block", block=2)),
     }[layout]
     b, t = batch.ids_BT.shape
-    q, heads, kv, d, prefix = slots.anchor_BQ.shape[1], 4, 2, 16, 3
+    q, heads, kv, d, prefix = slots.anchor_BQ.shape[1], 4, 2, 12, 3
     parts = [(torch.randn(b, kv, n, d), torch.randn(b, kv, n, d)) for n in (prefix, t, q)]
     queries = torch.randn(b, heads, q + t * context_rows, d)
     leaves = [queries, *(x for pair in parts for x in pair)]
