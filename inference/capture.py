@@ -37,6 +37,7 @@ from ..data.states import (
     ShardRecord,
     StateFields,
     StateStore,
+    all_finite,
     check_disk,
     data_fingerprint,
     estimate,
@@ -294,7 +295,7 @@ def _fill(
     skipped: dict[int, str] = {}
     for group in _batches(samples, batch_tokens):
         for sample, states in zip(group, _states(target, group, fields), strict=True):
-            if all(bool(torch.isfinite(x).all()) for x in states.values()):
+            if all(map(all_finite, states.values())):
                 done[sample.sample_id] = states
             else:
                 skipped[sample.sample_id] = _overflow(target, sample, fields)
