@@ -59,7 +59,8 @@ class DataConfig:
     token left is dropped and counted. The export records it as the training length: prompts may be longer in serving,
     with acceptance untested beyond it."""
     limit: int | None = None
-    """At most this many conversations, from the front (in the shipped set, all categories take turns)."""
+    """At most this many conversations, from the front (in the shipped set, all categories take turns, and prompts
+    that the target wrote itself follow behind)."""
     keep_truncated: bool = True
     """Keep answers that were cut at the token limit while they were generated (open-ended, no end of turn)."""
 

@@ -7,6 +7,7 @@ them with `data.keep_truncated=false` to leave them out); empty answers are fail
 
     draftsmith rollout --data.source prompts.jsonl --out answers.jsonl
     draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --endpoint http://127.0.0.1:8000/v1
+    draftsmith rollout --invent 5000 --out answers.jsonl        # no prompts at hand: the target writes them as well
 
 With `--endpoint` any OpenAI-compatible server answers; its texts are tokenised when they are read. Without, the ids are
 kept as they were generated. Tested by `pytest tests/test_rollout.py`.
@@ -29,7 +30,7 @@ import httpx
 import torch
 from rich.console import Console
 
-from ..data.encode import Refused, prompt_ids
+from ..data.encode import Refused, prompt_ids, render
 from ..data.sources import Conversation, DataConfig, load_conversations
 from ..data.states import write_atomically
 from ..losses.probs import SamplingParams
@@ -38,6 +39,8 @@ from .progress import progress_bar
 from .speculate import DecodeConfig, generate
 
 RETRIES = 4
+INVENT = SamplingParams(temperature=0.9, max_new_tokens=100)  # of an invented prompt
+INVENT_WORDS = 4  # at least
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class RolloutConfig:
     """File of the answers (.jsonl); if it exists, the run goes on behind its last whole line."""
     data: DataConfig = field(default_factory=DataConfig)
     """Whose prompts to answer."""
+    invent: int = 0
+    """So many prompts are drawn from the target itself, instead of those of `data`: it continues an opened user turn
+    (Magpie, arXiv:2406.08464 §2.1). They are kept beside `out`; unfinished, short and repeated ones are left out."""
     target: str = "smollm2"
     """Hub id, local folder, GGUF file, `smollm2` or `tiny`."""
     revision: str | None = None
@@ -80,6 +86,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if Path(self.out).suffix != ".jsonl":
             raise ValueError(f"out = {self.out!r}: answers are written as .jsonl")
+        if self.invent < 0:
+            raise ValueError(f"invent = {self.invent}: give a count of prompts, or 0 to answer those of `data`")
+        if self.invent and self.endpoint is not None:
+            raise ValueError(
+                "invent needs the target itself: a chat endpoint opens no user turn; leave one of them out"
+            )
         if self.batch_rows < 1:
             raise ValueError(f"batch_rows = {self.batch_rows}: give a positive count")
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
@@ -161,6 +173,51 @@ def rollout(
     return _run(conversations, Path(out_path), settings, answer, batch_rows, 1, progress)
 
 
+def invent(
+    target: Target, count: int, kept: Path, batch_rows: int = 8, seed: int = 0, progress: bool = True
+) -> list[Conversation]:
+    """Prompts that the target writes when its chat template has just opened a user turn (Magpie, arXiv:2406.08464
+    §2.1), of `count` draws those that ended by themselves, have `INVENT_WORDS` words and were not drawn before. They
+    are kept in a file, from which a later call reads them.
+
+    Raises:
+        ValueError: the chat template renders no user turn as it is, the file holds other draws, or no draw was usable.
+    """
+    settings = {"target": target.facts.fingerprint, "invent": count, **asdict(INVENT), "seed": seed}
+    _check_settings(kept, json.loads(json.dumps(settings)))
+    if not kept.exists():
+        opening = _opening(target)
+        texts: dict[str, str] = {}
+        bar = progress_bar("inventing", count, progress, "prompts")
+        with bar:
+            for first in range(0, count, batch_rows):
+                ids = [f"invented-{seed}-{i:06d}" for i in range(first, min(first + batch_rows, count))]
+                drawn = [replace(INVENT, seed=_seed(seed, Conversation(i, []))) for i in ids]
+                rows = generate(target, [opening] * len(ids), drawn, decode=DecodeConfig(max_rows=batch_rows))
+                for name, row in zip(ids, rows, strict=True):
+                    text = target.tokenizer.decode(row.ids, skip_special_tokens=True).strip()
+                    if row.stop_reason == "eos" and len(text.split()) >= INVENT_WORDS:
+                        texts.setdefault(text, name)
+                bar(len(ids))
+        if not texts:
+            raise ValueError(f"none of {count} draws is a prompt; this target does not continue an opened user turn")
+        lines = [
+            json.dumps({"id": name, "category": "invented", "messages": [{"role": "user", "content": text}]})
+            for text, name in texts.items()
+        ]
+        write_atomically(kept, lambda path: path.write_text("\n".join(lines) + "\n", encoding="utf-8"))
+    return load_conversations(DataConfig(source=str(kept)))
+
+
+def _opening(target: Target) -> list[int]:
+    """Ids of the chat template up to where the text of a first user turn begins."""
+    marker = "a text that no template holds"
+    before, found, _ = render([{"role": "user", "content": marker}], target.tokenizer, False).partition(marker)
+    if not found:
+        raise ValueError(f"the chat template of {target.facts.name} does not render a user turn as it is")
+    return list(target.tokenizer(before, add_special_tokens=False)["input_ids"])
+
+
 def rollout_endpoint(
     endpoint: str,
     conversations: Sequence[Conversation],
@@ -204,7 +261,7 @@ def rollout_endpoint(
 
 def run_rollout(cfg: RolloutConfig) -> None:
     """The command."""
-    conversations = load_conversations(cfg.data)
+    conversations = [] if cfg.invent else load_conversations(cfg.data)
     if cfg.endpoint is not None:
         if cfg.api_key_env is not None and not os.environ.get(cfg.api_key_env):
             raise ValueError(f"api_key_env = {cfg.api_key_env!r}: this environment variable is not set")
@@ -224,6 +281,9 @@ def run_rollout(cfg: RolloutConfig) -> None:
         target = load_target(
             cfg.target, dtype=cfg.dtype, device=device, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
         )
+        if cfg.invent:
+            kept = Path(cfg.out).with_suffix(".prompts.jsonl")
+            conversations = invent(target, cfg.invent, kept, cfg.batch_rows, cfg.seed)
         report = rollout(target, conversations, cfg.out, cfg.params(), cfg.batch_rows, cfg.seed)
     Console(highlight=False, soft_wrap=True).print(f"{cfg.out}: {report}", markup=False)
 

@@ -20,7 +20,7 @@ CATEGORIES = {
     "chat", "writing", "reasoning", "maths", "code",
     "extraction", "translation", "summarising", "question_answering", "edit",
 }  # fmt: skip
-LIMITS = {160, 96}  # tokens after which an answer was cut
+LIMITS = {160, 128, 96}  # tokens after which an answer was cut
 
 
 def eight_grams(text: str) -> set[tuple[str, ...]]:
@@ -114,10 +114,23 @@ def test_answers_belong_to_the_prompts(prompts, answers):
     for a in answers:
         user, assistant = a["messages"]
         assert (user["role"], assistant["role"]) == ("user", "assistant")
+        if a["category"] == "invented":
+            assert (a["template"], a["topic"], a["split"]) == ("invented", "invented", "train")
+            continue
         assert asked[a["id"]] == (a["category"], a["template"], a["topic"], a["split"], user["content"])
     assert len({a["id"] for a in answers}) == len(answers) >= 4500
     counts = Counter((a["category"], a["split"]) for a in answers)
     assert min(counts[c, "heldout"] for c in CATEGORIES) >= 30
+
+
+def test_invented_prompts_are_no_copies(prompts, answers):
+    """What the target wrote itself shares no 8-gram with a held-out prompt, repeats none, and stands last."""
+    heldout = set().union(*(eight_grams(p.text) for p in split(prompts, "heldout")))
+    invented = [a["messages"][0]["content"] for a in answers if a["category"] == "invented"]
+    assert len(invented) == 8000 and not [text for text in invented if eight_grams(text) & heldout]
+    texts = [p.text.lower() for p in prompts] + [text.lower() for text in invented]
+    assert len(set(texts)) == len(texts)
+    assert all(a["category"] == "invented" for a in answers[-8000:])
 
 
 def test_answers_have_the_fields(answers):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from draftsmith.data.encode import encode_all, prompt_ids, stop_ids
 from draftsmith.data.sources import Conversation, DataConfig, load_conversations
 from draftsmith.inference import rollout as module
-from draftsmith.inference.rollout import RolloutConfig, rollout, rollout_endpoint, run_rollout
+from draftsmith.inference.rollout import RolloutConfig, invent, rollout, rollout_endpoint, run_rollout
 from draftsmith.inference.speculate import generate
 from draftsmith.losses.probs import SamplingParams
 
@@ -264,3 +265,48 @@ def test_settings_that_cannot_be_are_refused() -> None:
     for name, value in {"out": "x.txt", "batch_rows": 0, "endpoint": "localhost", "temperature": -1.0}.items():
         with pytest.raises(ValueError, match=name):
             RolloutConfig(**{"out": "x.jsonl", name: value})
+
+
+def test_prompts_that_the_target_writes_itself(
+    tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draws continue the template's opened user turn; those cut, short or repeated are left out; they are drawn
+    once, and other settings are refused."""
+    target = tiny()
+    texts = ["What is a good day?", "too short", "What is a good day?", "cut in the middle of", "Name the four winds."]
+    asked: list[list[int]] = []
+
+    def drawn(_: Any, prompts: list[list[int]], params: list[SamplingParams], **__: Any) -> list[Any]:
+        assert len({p.seed for p in params}) == len(params) and all(p.temperature == 0.9 for p in params)
+        asked.extend(prompts)
+        first = len(asked) - len(prompts)
+        return [
+            SimpleNamespace(ids=target.tokenizer(t)["input_ids"], stop_reason="length" if "cut" in t else "eos")
+            for t in texts[first : first + len(prompts)]
+        ]
+
+    monkeypatch.setattr(module, "generate", drawn)
+    kept = tmp_path / "out.prompts.jsonl"
+    got = invent(target, 5, kept, batch_rows=2, progress=False)
+    assert [c.messages[0]["content"] for c in got] == ["What is a good day?", "Name the four winds."]
+    whole = prompt_ids([{"role": "user", "content": "What is a good day?"}], target.tokenizer)
+    opening = asked[0]
+    assert whole[: len(opening)] == opening and target.tokenizer.decode(whole[len(opening) :]).startswith("What is a")
+    assert invent(target, 5, kept, batch_rows=3, progress=False) == got and len(asked) == 5
+    with pytest.raises(ValueError, match=r"made with seed = 0, this run has 1; choose another file"):
+        invent(target, 5, kept, seed=1, progress=False)
+    monkeypatch.setattr(module, "generate", lambda *_, **__: [SimpleNamespace(ids=[5], stop_reason="length")] * 2)
+    with pytest.raises(ValueError, match="none of 2 draws is a prompt"):
+        invent(target, 2, tmp_path / "none.jsonl", progress=False)
+
+
+def test_invented_prompts_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = [ask(0), ask(1)]
+    monkeypatch.setattr(module, "invent", lambda target, count, kept, *_: talks if kept.suffix == ".jsonl" else [])
+    out = tmp_path / "answers.jsonl"
+    run_rollout(RolloutConfig(out=str(out), target="tiny", invent=2, max_new_tokens=4, dtype="float32"))
+    assert lines(out).keys() == {"c0", "c1"}
+    with pytest.raises(ValueError, match="a chat endpoint opens no user turn"):
+        RolloutConfig(out=str(out), invent=2, endpoint="http://127.0.0.1:1/v1")
+    with pytest.raises(ValueError, match="invent = -1"):
+        RolloutConfig(out=str(out), invent=-1)
