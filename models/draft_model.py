@@ -147,8 +147,8 @@ class DraftModel(nn.Module):
             target_W, draft_W = target_W[inside_W], draft_W[inside_W]
         self.vocab = register_vocabulary(self, self.facts, target_W)
         self.rows_W, self.context_V = draft_W.to(device), shared.context_V.to(device)
-        for name in ("d2t_W", "t2d_V"):
-            setattr(self, name, getattr(self, name).to(device))
+        if self.d2t_W is not None and self.t2d_V is not None:
+            self.d2t_W, self.t2d_V = self.d2t_W.to(device), self.t2d_V.to(device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DraftModel:
         with tables_kept(self):

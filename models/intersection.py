@@ -80,7 +80,9 @@ def intersect(target: Any, draft: Any) -> Shared:
     end, their_end = target.tokenizer.eos_token_id, draft.tokenizer.eos_token_id
     if end is not None and their_end is not None and end not in same and their_end not in same.values():
         same[end] = their_end
-    first = {their: i for i, their in sorted(same.items(), reverse=True)}  # of several spellings, the lowest id
+    # Of several spellings of one text the target writes its token, not the stand-ins of its bytes; else the lowest id.
+    order = sorted(same, key=lambda i: (ours[i][0] == "byte", i))
+    first = {same[i]: i for i in reversed(order)}
     pairs = sorted((i, their) for their, i in first.items())
     if not pairs:
         raise ValueError(

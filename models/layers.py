@@ -158,7 +158,7 @@ class MLP(nn.Module):
 
 def register_vocabulary(module: nn.Module, facts: TargetFacts, draft_ids: Tensor | None) -> int:
     """Give `module` its buffers `d2t_W` (absolute target ids; None = all V ids) and `t2d_V` (draft ids, -1 = none);
-    return W. Raises ValueError unless the ids are distinct, ascending and such that the tokenizer can produce them."""
+    return W. A list of all V ids is none: engines refuse a map that maps nothing. Raises ValueError unless the ids are distinct, ascending and such that the tokenizer can produce them."""
     if draft_ids is None:
         module.register_buffer("d2t_W", None)
         module.register_buffer("t2d_V", None)
@@ -171,6 +171,8 @@ def register_vocabulary(module: nn.Module, facts: TargetFacts, draft_ids: Tensor
             f"draft vocabulary: ids {int(ids_W[0])}..{int(ids_W[-1])} leave 0..{facts.tokens - 1}, the ids that the "
             f"tokenizer of {facts.name} can produce; rebuild it for this target"
         )
+    if len(ids_W) == facts.vocab:
+        return register_vocabulary(module, facts, None)
     t2d_V = torch.full((facts.vocab,), -1, dtype=torch.int64)
     t2d_V[ids_W] = torch.arange(len(ids_W))
     module.register_buffer("d2t_W", ids_W)

@@ -208,8 +208,8 @@ class PEagle(nn.Module):
     def layout(self, batch: Batch) -> tuple[Slots, Slots]:
         """The slots, and [context | slots] as they are scored. Evaluation keeps every slot."""
         config = self.config
-        ratio = config.ratio if self.training else 1.0
-        slots = cod(batch, config.depths, ratio, config.least, ahead=1, max_anchors=config.max_anchors)
+        ratio, most = (config.ratio, config.max_anchors) if self.training else (1.0, None)
+        slots = cod(batch, config.depths, ratio, config.least, ahead=1, max_anchors=most)
         joined = slots.with_context(batch, ahead=1, shift=2)
         return slots, weigh(joined, "geometric", ratio=config.depth_weight)
 

@@ -755,6 +755,8 @@ def make_mask(
     b, t = batch.ids_BT.shape
     q = slots.anchor_BQ.shape[1]
     before = t if context_rows else 0
+    if not before + q:
+        return SlotMask([])
     if batch.ids_BT.device.type == "cuda" if flex is None else flex:
         from torch.nn.attention.flex_attention import create_block_mask
 

@@ -368,6 +368,18 @@ def test_two_spellings_of_one_text_are_proposed_once() -> None:
     assert shared.context_V.tolist() == [2, 2, 1]
 
 
+def test_a_text_is_proposed_as_its_token_not_as_its_byte() -> None:
+    """SentencePiece lists its bytes before its characters: a target never writes <0x41> where it has A."""
+    ours = Words(["<0x41>", "<0x42>", "▁", "A"])
+    for theirs in (Words(["▁", "A", "B"]), Words(["A", "Ġ", "B"])):
+        shared = intersect(side(ours), side(theirs))
+        at = {their: i for i, their in zip(shared.target_W.tolist(), shared.draft_W.tolist(), strict=True)}
+        assert {theirs.tokens[their]: ours.tokens[i] for their, i in at.items()} in (
+            {"▁": "▁", "A": "A", "B": "<0x42>"},
+            {"Ġ": "▁", "A": "A", "B": "<0x42>"},
+        )
+
+
 def test_no_shared_token_is_refused() -> None:
     with pytest.raises(ValueError, match="shares no token"):
         intersect(side(Words(["a▁", "b"])), side(Words(["c▁", "d"], pieces=lambda text: [])))
@@ -386,7 +398,8 @@ def test_greedy_output_with_another_vocabulary(shape: str, stranger: str, tiny: 
     for target in (tiny(dtype=torch.float64), tiny(vocab=400, tokens=400, dtype=torch.float64)):
         drafter = load_draft_model(stranger, target)
         shared = min(300, target.facts.tokens)
-        assert drafter.d2t_W is not None and drafter.d2t_W.tolist() == list(range(shared))
+        known = range(drafter.vocab) if drafter.d2t_W is None else drafter.d2t_W.tolist()  # none = all of the target's
+        assert list(known) == list(range(shared)) and (drafter.d2t_W is None) == (shared == target.facts.vocab)
         prompts = [[5, 6, 7], [target.facts.tokens - 1] * 6, [40, 41]]
         params = SamplingParams(max_new_tokens=24)
         plain = generate(target, prompts, params)

@@ -404,6 +404,10 @@ def test_block_drafters_say_to_engines_what_they_are(tiny, tmp_path):
     config = json.loads((save(reduced, target, tmp_path / "y") / "config.json").read_text())
     assert config["dflash_config"]["causal"] is True and config["draft_vocab_size"] == 64
     assert set(EXPORTERS["dflash"].serve(config, "t", "d", 8)) == {"vLLM"}  # SGLang has no draft vocabulary
+    anchor = make(target, "dflash", {"block": 4, "layers": 1, "sample_from_anchor": True})
+    config = json.loads((save(anchor, target, tmp_path / "anchor") / "config.json").read_text())
+    (line,) = EXPORTERS["dflash"].serve(config, "t", "d", 8)
+    assert "No serving engine" in line and any("second runner" in limit for limit in config["draftsmith"]["limits"])
     tensors = load_file(tmp_path / "y" / WEIGHTS)
     assert torch.equal(torch.arange(64) + tensors["d2t"], torch.arange(3, 131, 2))
     assert torch.equal(tensors["lm_head.weight"], target.head_weight[3:131:2].bfloat16())
@@ -465,6 +469,18 @@ def test_domino_in_specforges_form_and_heads_that_no_engine_has(tiny, tmp_path):
         assert config["architectures"] == ["DraftsmithDSpark"]
         (line,) = EXPORTERS["dspark"].serve(config, "t", "d", 3)
         assert "No serving engine" in line
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "dflash", "dspark", "draft_model"])
+def test_a_draft_vocabulary_of_all_ids_is_none(method, tiny, tmp_path):
+    """Engines refuse a map beside a head of V rows, and their readers expect none."""
+    target = tiny(max_positions=512)
+    drafter = METHODS[method](METHODS[method].Config(), target.facts, torch.arange(256))
+    drafter.init_from_target(target)
+    assert drafter.d2t_W is None and drafter.t2d_V is None and drafter.vocab == 256
+    folder = save(drafter, target, tmp_path / "x")
+    assert not {"d2t", "t2d"} & set(load_file(folder / WEIGHTS))
+    assert load_drafter(str(folder), target).d2t_W is None
 
 
 # B34: taps
@@ -644,7 +660,9 @@ def test_card_is_written_from_the_run_and_scrubbed(variant, tmp_path, monkeypatc
     for needed in ("1.62", "1200", "train.jsonl", "torch 2.13.0", "draftsmith check", "--show"):
         assert needed in card, needed
     line = next((x for x in card.splitlines() if x.startswith("vllm serve")), None)
-    ours_alone = drafter.method in ("hydra", "falcon", "dual_view", "prompt_tokens")
+    ours_alone = drafter.method in ("hydra", "falcon", "dual_view", "prompt_tokens") or (
+        drafter.method == "dflash" and drafter.config.sample_from_anchor
+    )
     served = not ours_alone and (drafter.method != "dspark" or getattr(drafter, "markov_head", None) is not None)
     assert (line is not None) == served
     if line is not None:

@@ -671,6 +671,9 @@ def test_peagle_drops_slots_in_training_and_none_in_evaluation(target: Target) -
         metrics[train] = [float(terms.metrics[f"accuracy_{d}"][1]) for d in (1, 2, 3, 4)]
         assert sum(metrics[train]) == drafter.denominators(batch, 0.0)["slots"]
     assert metrics == {True: [99, 49, 24, 12], False: [99, 98, 97, 96]}
+    few = make("peagle", target, ratio=1.0, max_anchors=5, depths=4)
+    some, every = (few.train(train).denominators(batch, 0.0)["slots"] for train in (True, False))
+    assert 99 < some <= 99 + 5 * 3 and every == 390
     weights = [drafter.train().layout(dataclasses.replace(batch, epoch=e))[0].anchor_BQ for e in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 

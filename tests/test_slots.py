@@ -642,6 +642,19 @@ def test_batches_without_supervision_have_no_slots_but_shapes() -> None:
         assert dpace(torch.zeros(0), slots).shape == (0,)
 
 
+@pytest.mark.parametrize("flex", [False, True])
+def test_attention_of_no_slot_has_a_gradient_of_zero(flex: bool) -> None:
+    """A batch row without a place to draft from, on CUDA as on CPUs: every input takes part, as the other processes need."""
+    batch = make_batch([[(3, 9, [])]])
+    slots = anchored(batch, legal_anchors(batch), range(4))
+    t = batch.ids_BT.shape[1]
+    query, *rest = (torch.randn(1, 2, n, 12, requires_grad=True) for n in (0, t, t, 0, 0))
+    out = attend_slots(query, (rest[0], rest[1]), (rest[2], rest[3]), make_mask(slots, batch, MaskRule(), flex=flex))
+    assert out.shape == (1, 2, 0, 12)
+    for grad in torch.autograd.grad(out.sum(), [query, *rest]):
+        assert not bool(grad.any())
+
+
 # 4. Inputs
 
 

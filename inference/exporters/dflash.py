@@ -39,7 +39,10 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
     config["dflash_config"] = block_facts(drafter)
     limits = block_limits(drafter)
     if drafter.config.sample_from_anchor:
-        limits += ("vLLM's dflash method always lets the anchor's slot predict nothing, and refuses this one",)
+        limits += (
+            "vLLM's dflash method lets the anchor's slot predict nothing: its second runner refuses this one, its first "
+            "would draft wrongly (by its source)",
+        )
     return Packed(config, *block_tensors(drafter, target), limits)
 
 
@@ -151,10 +154,17 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
-    """Command lines; engines draft one token less than a block has slots."""
+    """Command lines; engines draft one token less than a block has slots, and have no form for an anchor that predicts."""
     options = config["draftsmith"]["config"]
-    drafted = options["block"] - (not options["sample_from_anchor"])
-    speculative = json.dumps({"method": "dflash", "model": draft, "num_speculative_tokens": min(k, drafted)})
+    if options["sample_from_anchor"]:
+        return {
+            "No serving engine is known to draft from the anchor's slot of this form; measure it with": (
+                f"draftsmith evaluate --model {shlex.quote(draft)} --suite mini"
+            )
+        }
+    speculative = json.dumps(
+        {"method": "dflash", "model": draft, "num_speculative_tokens": min(k, options["block"] - 1)}
+    )
     lines = {"vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"}
     if "draft_vocab_size" not in config:
         lines["SGLang"] = (

@@ -124,7 +124,7 @@ def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[st
 EXPORTER = Exporter(
     method="draft_model",
     form="an ordinary causal-LM checkpoint",
-    loads="draftsmith, transformers, vLLM, SGLang (by their documentation)",
+    loads="draftsmith, transformers, vLLM (the form was run with 0.32), SGLang (by its documentation)",
     pack=pack,
     slots=slots,
     unpack=unpack,

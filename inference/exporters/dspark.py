@@ -12,7 +12,8 @@ The backbone is written as DFlash's (dflash.py). What the slot head adds:
 `confidence_head.proj.weight` [1, D (+ r with a Markov head)] and `.bias` [1] are there with `enable_confidence_head`. Engines
 read the keys at the top level (DeepSpec) or in `dflash_config` (SpecForge), so they stand in both, layer ids as in
 dflash.py. Temperatures of the confidence are our own fact (`draftsmith.config.temperatures`): engines use it as it is.
-vLLM's dspark needs its second runner, which has no CPU form: read in its source, not run here.
+vLLM's dspark needs its second runner, which has no CPU form: read in its source, not run here. It takes
+`sample_from_anchor` from the top level (missing = true), and drafts one slot wider where it is false.
 
 Tests: tests/test_export.py.
 """
@@ -51,8 +52,6 @@ def pack(drafter: Drafter, target: Target | None) -> Packed:
         config |= {"architectures": ["Qwen3DSparkModel"]} | facts
         if options.head != "markov":
             limits += ("vLLM before `markov_head_type` (0.32 for one) knows the first-order head alone",)
-        if not options.sample_from_anchor:
-            limits += ("vLLM's dspark lets the anchor's slot predict, and this head was trained without",)
     elif options.head == "gru":
         facts |= {
             "projector_type": "domino",
@@ -143,7 +142,7 @@ def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[st
 EXPORTER = Exporter(
     method="dspark",
     form="DeepSpec's DSpark form (`Qwen3DSparkModel`); Domino and others as inference/exporters/dspark.py says",
-    loads="draftsmith, vLLM on GPUs (by its source), SGLang for Domino (by its documentation)",
+    loads="draftsmith; vLLM on GPUs with Markov heads (by its source); SGLang with Domino's head (by its source)",
     pack=pack,
     slots=slots,
     unpack=unpack,

@@ -124,7 +124,7 @@ def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[st
 EXPORTER = Exporter(
     method="peagle",
     form="the flat EAGLE-3 form (`LlamaForCausalLMEagle3`) with `mask_hidden`",
-    loads="draftsmith, vLLM (run with 0.32)",
+    loads="draftsmith, vLLM (the form was run with 0.32)",
     pack=pack,
     slots=slots,
     unpack=unpack,
