@@ -449,6 +449,18 @@ def test_fixed_width_of_every_method(tiny: Callable[..., Any]) -> None:
             )
 
 
+def test_the_least_width_has_room_for_the_drafters_own_passes(tiny: Callable[..., Any]) -> None:
+    """A dual view writes its whole block of 8 into the target's cache, however short the chain is."""
+    real = tiny(dtype=torch.float32)
+    drafter, params = make("dual_view", real), SamplingParams(max_new_tokens=6)
+    for k in (1, 7, 8):
+        decode = DecodeConfig(k=k)
+        width = chain_width(drafter, decode)
+        assert width == max(8, k + 1)
+        plain, got = (generate(real, [[5]], params, x, replace(decode, fixed_width=width)) for x in (None, drafter))
+        assert ids_of(got) == ids_of(plain)
+
+
 def test_fixed_width_narrower_than_the_draft_is_refused(target: Any) -> None:
     with pytest.raises(ValueError, match="fixed_width=3 is less than the 5 rows"):
         generate(target, [[1]], SamplingParams(max_new_tokens=4), Self(target), DecodeConfig(k=4, fixed_width=3))
