@@ -477,8 +477,10 @@ class _Batch:
         if extra is not None:
             see_BTA, hung_BE = self._sight(tree, tree.visible() if see_BMM is None else see_BMM, missing)
         options = {} if self.prefix_kv is None or extra is None else {"prefix_kv": self.prefix_kv}
+        # Drafts beyond the target's last position are beyond every budget, and some targets refuse to read them.
+        positions_BT = (start_B1 + depths_BT).clamp(max=self.target.facts.max_positions - 1)
         out = self.target.forward(
-            self._inputs(ids_BT), start_B1 + depths_BT, cache=self.cache, see_BTA=see_BTA, taps=self.taps, **options
+            self._inputs(ids_BT), positions_BT, cache=self.cache, see_BTA=see_BTA, taps=self.taps, **options
         )
         hidden_BTD = out.last_hidden_BTD
         if self.decode.fixed_width is None:
