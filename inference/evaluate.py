@@ -47,12 +47,12 @@ from .figures import (
     speed,
     split_per_pass,
 )
-from .load import PLAIN_MODEL, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
+from .load import PLAIN_MODEL, class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import html, pieces, print_report, visible
-from .speculate import DecodeConfig, Result, chain_width, generate
+from .speculate import DecodeConfig, Result, chain_width, generate, refuse_rule
 from .suites import SUITES, Prompt, load_suite
 from .trees import TREES, fits
-from .verify import VERIFIERS
+from .verify import VERIFIERS, refuse_misfit
 
 SHOWN_DIVERGENCES = 5  # of padded chains, which are compared at equal width; of others all are measured
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -157,6 +157,8 @@ class EvaluateConfig:
             )
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
+        for temperature in self.temperatures:
+            refuse_misfit(self.verifier, self.allow_lossy, temperature > 0, None if temperature > 0 else False)
         for name in ("json", "html"):
             if (value := getattr(self, name)) is not None and Path(value).is_dir():
                 raise ValueError(f"{name} = {value!r} is a folder: name the file to write, or set `out` for a folder")
@@ -208,6 +210,10 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
     facts: Row = next((config["target"] for config in configs if config), {})
     if not facts and cfg.target is None:
         raise ValueError(f"{model} drafts for any target and names none: add --target NAME")
+    for name, config in zip(names, configs, strict=True):
+        for temperature in cfg.temperatures:
+            sampling = SamplingParams(temperature=temperature)
+            refuse_rule(class_of(name, config or None), cfg.decode(cfg.trees[0], cfg.k[0]), [sampling])
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     target = load_target(
         cfg.target or facts["name"],

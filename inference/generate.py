@@ -22,9 +22,9 @@ from ..losses.probs import SamplingParams
 from ..models import FreeSettings
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
-from .load import free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
+from .load import class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import visible
-from .speculate import DecodeConfig, generate
+from .speculate import DecodeConfig, generate, refuse_rule, refuse_tree
 from .verify import VERIFIERS
 
 DRAFTED = "bold green"
@@ -130,6 +130,10 @@ def run_generate(cfg: GenerateConfig) -> None:
             if free
             else "nothing to decode with: give --model EXPORT (a drafter) or --target NAME (plain decoding)"
         )
+    kind = class_of(cfg.model, export) if cfg.model else None
+    if kind is not None:
+        refuse_tree(kind, decode)
+    refuse_rule(kind, decode, [sampling])
     target = load_target(
         name,
         dtype=cfg.dtype,

@@ -125,6 +125,13 @@ def is_free(name: str | None) -> bool:
     return name is not None and (name in TRAINING_FREE or name.startswith(PLAIN_MODEL))
 
 
+def class_of(name: str, export: Mapping[str, Any] | None) -> Any:
+    """The class of a drafter that is not loaded yet: by its name if it is free, else by its export's `draftsmith` key."""
+    if export is not None:
+        return METHODS[export["method"]]
+    return TRAINING_FREE.get(name, METHODS["draft_model"])
+
+
 def free_drafter(name: str, target: Target, settings: FreeSettings | None = None) -> Any:
     """The training-free drafter of this name, for any target: one of TRAINING_FREE, or the language model (folder or Hub
     id) behind `lm:`, as it stands."""

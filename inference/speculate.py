@@ -91,6 +91,11 @@ class DecodeConfig:
         for name in ("typical_epsilon", "typical_delta", "fuzzy_threshold", "entropy_tolerance"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"decode: {name}={getattr(self, name)}, must be in [0, 1]")
+        builder = TREES[self.tree]
+        single = self.width == 1 or self.nodes == 1 or (self.choices is not None and not any(map(any, self.choices)))
+        chain = True if builder.chain else None if single else False
+        drawn = None if builder.draws and self.draft_temperature != 0 else False
+        verify.refuse_misfit(self.verifier, self.allow_lossy, None, drawn, chain)
         if self.choices is not None:
             if self.tree != "static":
                 raise ValueError(f"decode: choices are for tree='static', this is tree={self.tree!r}")
@@ -121,24 +126,38 @@ class DecodeConfig:
 def plan_of(drafter: Any, decode: DecodeConfig, vocab: int, tokens: int) -> Plan | None:
     """How this drafter's trees are built for a target with `vocab` embeddings and `tokens` ids; None where it makes its
     own (`propose`). Raises ValueError for a tree that it cannot grow."""
+    refuse_tree(drafter, decode)
     if hasattr(drafter, "propose"):
-        if not fits(decode.tree, drafter) or decode.choices is not None:
-            raise ValueError(
-                f"tree={decode.tree!r}, choices={decode.choices}: this drafter proposes drafts of its own, as a chain or "
-                "a tree: use tree='chain', or 'static' without choices"
-            )
         return None
-    if not fits(decode.tree, drafter):
-        raise ValueError(
-            f"tree={decode.tree!r} needs a drafter that gives the levels of all depths at once, and this one is asked "
-            f"level by level: use one of {', '.join(name for name in TREES if fits(name, drafter))}"
-        )
     limits = [x for x in (drafter.max_depth, drafter.parallel if drafter.parallel > 1 else None) if x is not None]
     known = tokens if drafter.d2t_W is None else drafter.d2t_W.shape[0]
     limit = min(limits) if limits else None
     plan = Plan.make(decode.tree, decode.k, decode.width, decode.nodes, decode.choices, limit, known, decode.threshold)
     chances = decode.chances if decode.chances is not None else getattr(drafter, "chances", None)
     return plan.with_prompts(getattr(drafter, "prompts", None), decode.prompt_rows, vocab, chances)
+
+
+def refuse_tree(drafter: Any, decode: DecodeConfig) -> None:
+    """ValueError for a tree that the drafter (or, before there is one, any of its class) cannot grow."""
+    if hasattr(drafter, "propose"):
+        if not fits(decode.tree, drafter) or decode.choices is not None:
+            raise ValueError(
+                f"tree={decode.tree!r}, choices={decode.choices}: this drafter proposes drafts of its own, as a chain or "
+                "a tree: use tree='chain', or 'static' without choices"
+            )
+    elif not fits(decode.tree, drafter):
+        raise ValueError(
+            f"tree={decode.tree!r} needs a drafter that gives the levels of all depths at once, and this one is asked "
+            f"level by level: use one of {', '.join(name for name in TREES if fits(name, drafter))}"
+        )
+
+
+def refuse_rule(drafter: Any, decode: DecodeConfig, params: Sequence[SamplingParams]) -> None:
+    """ValueError for a rule that does not fit requests decoded together, or what the drafter (or its class; None = no
+    drafter) makes of them."""
+    hot = any(p.temperature > 0 for p in params)
+    draws = hot and decode.draft_temperature != 0 and drafter is not None and not hasattr(drafter, "propose")
+    verify.refuse_misfit(decode.verifier, decode.allow_lossy, hot, None if draws else False)
 
 
 def chain_width(drafter: Any, decode: DecodeConfig) -> int | None:
@@ -150,7 +169,13 @@ def chain_width(drafter: Any, decode: DecodeConfig) -> int | None:
     if not hasattr(drafter, "propose"):
         chain = Plan.make("chain", decode.k, 1, decode.k, None, None, 1)
         extra = chain.with_prompts(getattr(drafter, "prompts", None), decode.prompt_rows, 0, None).extra
-    return 1 + decode.k + extra
+    return max(1 + decode.k + extra, rows_written(drafter))
+
+
+def rows_written(drafter: Any) -> int:
+    """Rows of the passes of its own that a drafter which reads the target's cache writes behind the text, to be
+    overwritten; 0 for all others."""
+    return drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
 
 
 def generate(
@@ -199,6 +224,8 @@ def _run(
         raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one per prompt")
     for i, prompt in enumerate(prompts):
         _check_prompt(target, i, prompt, each[i])
+    for first in range(0, len(prompts), decode.max_rows):
+        refuse_rule(drafter, decode, each[first : first + decode.max_rows])
     was_training = drafter is not None and getattr(drafter, "training", False)
     if was_training:
         drafter.eval()
@@ -319,8 +346,7 @@ class _Batch:
             nodes = 0
         self.prefix_kv: Tensor | None = getattr(drafter, "prefix_kv", None)
         self.table_XD: Tensor | None = getattr(drafter, "extra_table_XD", None)
-        # A drafter that reads the target's cache writes its own passes behind the text, to be overwritten.
-        written = drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
+        written = rows_written(drafter)
         self._check_width(nodes, extra, written)
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
         behind = 0 if self.prefix_kv is None else self.prefix_kv.shape[3]
@@ -472,8 +498,10 @@ class _Batch:
         if extra is not None:
             see_BTA, hung_BE = self._sight(tree, tree.visible() if see_BMM is None else see_BMM, missing)
         options = {} if self.prefix_kv is None or extra is None else {"prefix_kv": self.prefix_kv}
+        # Drafts beyond the target's last position are beyond every budget, and some targets refuse to read them.
+        positions_BT = (start_B1 + depths_BT).clamp(max=self.target.facts.max_positions - 1)
         out = self.target.forward(
-            self._inputs(ids_BT), start_B1 + depths_BT, cache=self.cache, see_BTA=see_BTA, taps=self.taps, **options
+            self._inputs(ids_BT), positions_BT, cache=self.cache, see_BTA=see_BTA, taps=self.taps, **options
         )
         hidden_BTD = out.last_hidden_BTD
         if self.decode.fixed_width is None:

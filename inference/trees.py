@@ -695,7 +695,8 @@ TREES = {
 
 
 def fits(tree: str, drafter: Any) -> bool:
-    """Whether the drafter gives what this builder needs."""
+    """Whether the drafter gives what this builder needs. Of a drafter's class, before there is one: False if no drafter
+    of this class does."""
     if hasattr(drafter, "propose"):  # which makes a chain or a tree, no matter what would have built it
         return tree in ("chain", "static", "dynamic")
-    return not TREES[tree].at_once or drafter.parallel > 1 or drafter.max_depth == 1
+    return not TREES[tree].at_once or getattr(drafter, "parallel", 2) > 1 or getattr(drafter, "max_depth", 1) == 1

@@ -428,6 +428,17 @@ def resolve(name: str, tree: Tree, hot: bool, allow_lossy: bool) -> str:
         if not hot:
             return "greedy"
         return "target_only" if tree.q is None else "ratio" if tree.is_chain() else "ratio_tree"
+    refuse_misfit(name, allow_lossy, hot, tree.q is not None, tree.is_chain())
+    return name
+
+
+def refuse_misfit(
+    name: str, allow_lossy: bool, hot: bool | None = None, drawn: bool | None = None, chain: bool | None = None
+) -> None:
+    """ValueError where a rule does not fit what is known so far (None = not yet): whether some row samples, whether the
+    candidates are drawn from rows q, whether they are a chain. `auto` always fits."""
+    if name == "auto":
+        return
     if name not in VERIFIERS:
         raise ValueError(f"verifier={name!r}: use auto, {', '.join(VERIFIERS)}")
     verifier = VERIFIERS[name]
@@ -435,10 +446,9 @@ def resolve(name: str, tree: Tree, hot: bool, allow_lossy: bool) -> str:
         raise ValueError(f"verifier={name!r} changes the target's distribution: add allow_lossy=true (--allow-lossy)")
     if verifier.greedy_only and hot:
         raise ValueError(f"verifier={name!r} is for temperature 0 only; use auto, sample_match or a ratio rule")
-    if verifier.q == "rows" and tree.q is None:
+    if verifier.q == "rows" and drawn is False:
         raise ValueError(f"verifier={name!r} needs the rows q that drafts were drawn from, these are fixed: use auto")
-    if verifier.q == "none" and tree.q is not None:
+    if verifier.q == "none" and drawn:
         raise ValueError(f"verifier={name!r} is for fixed candidates, these were drawn: use auto or ratio_tree")
-    if not verifier.trees and not tree.is_chain():
+    if not verifier.trees and chain is False:
         raise ValueError(f"verifier={name!r} is for chains: use auto, ratio_tree or traversal")
-    return name

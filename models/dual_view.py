@@ -216,6 +216,7 @@ class DualView(nn.Module):
         masks_BKD = self.mask_embed.to(target.dtype).expand(b, k - 1, -1)
         embeds_BKD = torch.cat([target.embed(commit.anchor_B)[:, None], masks_BKD], dim=1)
         positions_BK = cache.lengths_B[:, None] + torch.arange(k, device=embeds_BKD.device)
+        positions_BK = positions_BK.clamp(max=self.facts.max_positions - 1)  # what is beyond is beyond every budget
         see_BKK = torch.ones(b, k, k, dtype=torch.bool, device=embeds_BKD.device)
         with self.second_view():
             states = target.forward(embeds_BKD, positions_BK, cache=cache, see_BTA=see_BKK)

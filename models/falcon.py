@@ -13,7 +13,7 @@ levels between are read off. A draft needs k rows of text.
 Training. For a state row t its block is a group of k slots (`models/slots.py`: anchor t-k+1, context before it, all of
 the block visible), at all t: no fixed cut into blocks, which drafting would not keep either. *Coupled sequential
 glancing*: a first pass without gradients drafts; of each block floor(share * misses + u) slots, u uniform,
-in one run at a random place, at most all but one, then show the answer (feature and token), and lose their loss in the
+in one run at a random place, then show the answer (feature and token), and lose their loss in the
 second pass. `share` falls linearly, glance * (1 - progress). The paper glances over whole sequences, by epochs, with
 0.4; its code has 0.35 * (1 - progress) + 0.1; how the paper treats the loss of shown slots is not said. The dropout of
 0.1 between the LSTMs is left out. No serving engine loads Falcon; exports have our own documented form.
@@ -265,7 +265,8 @@ class Falcon(nn.Module):
         on_rows = tuple(term for term in self.objective if term[1] not in ON_FEATURES)
         feature_RD = feature_BQD.flatten(0, 1)[slots.flat_R]
         logits_RW = out.head(feature_RD, self.d2t_W)
-        terms = score(logits_RW, slots, batch, out, self.d2t_W, self.t2d_V, on_rows, self.config.oov)
+        depths = self.config.block * self.config.rounds
+        terms = score(logits_RW, slots, batch, out, self.d2t_W, self.t2d_V, on_rows, self.config.oov, depths=depths)
         true_RD = take(out.last_hidden_BTD, slots.label_BQ - 1).flatten(0, 1)[slots.flat_R]
         weight_R = slots.weight_BQ.flatten()[slots.flat_R]
         for factor, name in self.objective:

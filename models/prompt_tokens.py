@@ -34,7 +34,6 @@ from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Term
 from .inside import run_slots
 from .layers import TargetHead, check_loss_settings, make_level, refuse_unbound, register_vocabulary
 from .slots import (
-    Intra,
     MaskRule,
     Slots,
     anchored,
@@ -54,7 +53,6 @@ class Variant:
 
     members: int
     prefix: int
-    intra: Intra
     consecutive: bool
     points: int
     objective: str
@@ -62,10 +60,12 @@ class Variant:
 
 
 VARIANTS: dict[str, Variant] = {
-    "bita": Variant(1, 16, "causal", True, 64, "ce", 1.0),
-    "ppd": Variant(2, 0, "member", False, 32, "kl", 0.8),
-    "pass": Variant(1, 0, "causal", False, 32, "ce", 1.0),
+    "bita": Variant(1, 16, True, 64, "ce", 1.0),
+    "ppd": Variant(2, 0, False, 32, "kl", 0.8),
+    "pass": Variant(1, 0, False, 32, "ce", 1.0),
 }
+# As `hang` (models/tree.py) hangs them in drafting: each sees its own member of the tokens before it, of one member all.
+RULE = MaskRule("inclusive", "member")
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,7 @@ class PromptTokens(nn.Module):
         assert target_out.head is not None
         slots = self.slots(batch)
         index_BQ = (slots.depth_BQ - 1).clamp(min=0) * self.prompts.members + slots.member_BQ
-        rule = MaskRule("inclusive", self.variant.intra)
-        hidden_BQD = run_slots(target_out, batch, slots, rule, self.prompt_embed[index_BQ], self.prefix_kv)
+        hidden_BQD = run_slots(target_out, batch, slots, RULE, self.prompt_embed[index_BQ], self.prefix_kv)
         merged = slots.merge_members()
         hidden_RD = self.gather_members(hidden_BQD).flatten(0, 1)[merged.flat_R]
         logits_RW = target_out.head(hidden_RD, self.d2t_W)

@@ -79,6 +79,14 @@ def test_settings_are_refused_before_anything_loads(monkeypatch):
         ({"tree": "bush"}, "tree='bush'"),
         ({"tree": "static", "threshold": 0.5}, "threshold is for the trees cut, opt"),
         ({"verifier": "typical"}, "allow_lossy"),
+        ({"verifier": "block", "tree": "static"}, "is for chains"),
+        ({"verifier": "ratio", "tree": "dynamic"}, "needs the rows q"),
+        ({"verifier": "ratio_tree", "tree": "best_first"}, "needs the rows q"),
+        ({"verifier": "ratio", "target": "tiny", "model": "lm:some/model"}, "needs the rows q"),  # at temperature 0
+        ({"verifier": "greedy", "target": "tiny", "temperature": 1.0}, "temperature 0 only"),
+        ({"verifier": "ratio", "target": "tiny", "model": "ngram", "temperature": 1.0}, "needs the rows q"),
+        ({"tree": "best_first", "target": "tiny", "model": "ngram"}, "proposes drafts of its own"),
+        ({"tree": "ppd", "target": "tiny", "model": "lm:some/model"}, "all depths at once"),
         ({}, "--model EXPORT"),
     ):
         with pytest.raises(ValueError, match=message):

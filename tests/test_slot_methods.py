@@ -140,7 +140,7 @@ def test_prompt_tokens_halve_the_loss_of_a_batch(name: str, target: Target) -> N
     assert last < 0.5 * first
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, "bita, 2 members"])
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_the_runtime_hands_over_what_training_saw(
     name: str, tree: str, tiny: Callable[..., Target], monkeypatch: pytest.MonkeyPatch, logits_of_training: Any
@@ -149,7 +149,9 @@ def test_the_runtime_hands_over_what_training_saw(
     float64, so that rounding cannot hide a difference."""
     torch.manual_seed(7)
     target = tiny(dtype=torch.float64)
-    drafter = make(name, target, torch.arange(3, 200, 3), spread=0.3).double().eval()
+    name, *ensemble = name.split(", ")
+    options = {"members": 2} if ensemble else {}
+    drafter = make(name, target, torch.arange(3, 200, 3), spread=0.3, **options).double().eval()
     prompts = [torch.randint(3, 250, (n,)).tolist() for n in (9, 6)]
     levels: list[tuple[int, int, Tensor]] = []
     start = type(drafter).start
@@ -324,11 +326,9 @@ def test_drafting_before_bind_and_past_the_block_is_refused(target: Target) -> N
 def test_variants_are_named_settings() -> None:
     config = METHODS["prompt_tokens"].Config
     bita, ppd, look_ahead = (config(variant=name).resolved() for name in ("bita", "ppd", "pass"))
-    assert (bita.prefix, bita.members, bita.intra, bita.consecutive, bita.points, bita.objective) == (
-        16, 1, "causal", True, 64, "ce"
-    )  # fmt: skip
-    assert (ppd.prefix, ppd.members, ppd.intra, ppd.objective, ppd.depth_weight) == (0, 2, "member", "kl", 0.8)
-    assert (look_ahead.prefix, look_ahead.members, look_ahead.intra, look_ahead.objective) == (0, 1, "causal", "ce")
+    assert (bita.prefix, bita.members, bita.consecutive, bita.points, bita.objective) == (16, 1, True, 64, "ce")
+    assert (ppd.prefix, ppd.members, ppd.consecutive, ppd.objective, ppd.depth_weight) == (0, 2, False, "kl", 0.8)
+    assert (look_ahead.prefix, look_ahead.members, look_ahead.consecutive, look_ahead.objective) == (0, 1, False, "ce")
     assert config(variant="ppd", members=5, objective="ce").resolved() == dataclasses.replace(
         ppd, members=5, objective="ce"
     )
@@ -365,6 +365,15 @@ def test_a_draft_needs_a_block_of_text(target: Target) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     (result,) = generate(target, [[7]], params, drafter, DecodeConfig(k=4))
     assert result.ids == greedy(target, [7], 12) and result.stats.verifies >= 3
+
+
+def test_figures_of_short_answers_count_the_depths_that_are_not_there(target: Target) -> None:
+    """Two labels behind the anchor, blocks of three: depth 3 has no pair, and no run of three is complete."""
+    drafter = make("falcon", target).eval()
+    batch = one_row(list(range(10, 30)), [10, 11, 12])
+    metrics = drafter(batch, live_states(target, drafter, batch), 0.0).metrics
+    assert [float(metrics[f"accuracy_{d}"][1]) for d in (1, 2, 3)] == [2, 1, 0]
+    assert float(metrics["run_length"][1]) == 0
 
 
 def glanced(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate, stream
 from draftsmith.inference.trees import TREES, fits
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models import METHODS
+from draftsmith.models import METHODS, TRAINING_FREE
 from draftsmith.models.drafter import Budget, Commit, Level, Prefill
 from draftsmith.models.tree import Extra, Prompts, Tree
 
@@ -449,6 +449,18 @@ def test_fixed_width_of_every_method(tiny: Callable[..., Any]) -> None:
             )
 
 
+def test_the_least_width_has_room_for_the_drafters_own_passes(tiny: Callable[..., Any]) -> None:
+    """A dual view writes its whole block of 8 into the target's cache, however short the chain is."""
+    real = tiny(dtype=torch.float32)
+    drafter, params = make("dual_view", real), SamplingParams(max_new_tokens=6)
+    for k in (1, 7, 8):
+        decode = DecodeConfig(k=k)
+        width = chain_width(drafter, decode)
+        assert width == max(8, k + 1)
+        plain, got = (generate(real, [[5]], params, x, replace(decode, fixed_width=width)) for x in (None, drafter))
+        assert ids_of(got) == ids_of(plain)
+
+
 def test_fixed_width_narrower_than_the_draft_is_refused(target: Any) -> None:
     with pytest.raises(ValueError, match="fixed_width=3 is less than the 5 rows"):
         generate(target, [[1]], SamplingParams(max_new_tokens=4), Self(target), DecodeConfig(k=4, fixed_width=3))
@@ -698,6 +710,45 @@ def test_lossy_rules_need_the_flag_and_say_so(target: Any) -> None:
         assert cold.ids == generate(target, [[1]], SamplingParams(max_new_tokens=20))[0].ids
     with pytest.raises(ValueError, match="temperature 0 only"):
         generate(target, [[1]], params, Self(target), DecodeConfig(verifier="greedy"))
+
+
+def test_rules_that_cannot_fit_are_refused_before_anything_runs(target: Any, scripted: Any) -> None:
+    """By the settings alone, or by the temperatures of requests that are decoded together, the last ones included."""
+    for settings, message in (
+        ({"verifier": "ratio", "tree": "static"}, "is for chains"),
+        ({"verifier": "block", "tree": "dynamic"}, "is for chains"),
+        ({"verifier": "ratio_tree", "tree": "cape"}, "needs the rows q"),
+        ({"verifier": "ratio", "draft_temperature": 0.0}, "needs the rows q"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DecodeConfig(**settings)
+    DecodeConfig(verifier="block", tree="static", choices=((0,), (0, 0)))  # a chain
+    real = scripted.Target(by_table, V)
+    hot, cold = SamplingParams(temperature=1.0, max_new_tokens=6), SamplingParams(max_new_tokens=6)
+    with pytest.raises(ValueError, match="needs the rows q"):
+        generate(real, [[1]] * 3, [hot, cold, cold], Self(real), DecodeConfig(verifier="ratio", max_rows=2))
+    with pytest.raises(ValueError, match="temperature 0 only"):
+        generate(real, [[1]] * 3, [cold, cold, hot], Self(real), DecodeConfig(verifier="greedy", max_rows=2))
+    assert not real.passes
+
+
+@pytest.mark.parametrize("method", ["ngram", "dual_view"])
+def test_drafts_may_reach_past_the_last_position(tiny: Any, method: str) -> None:
+    """Of a target that refuses to read there: a request that fits without a draft fits with one."""
+    factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6, "factor": 4.0}
+    length = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+    real = tiny(rope={"rope_type": "longrope"} | factors | length, dtype=torch.float64)
+    assert real.facts.max_positions == 64
+    prompt = [5 + i % 7 for i in range(58)]
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    if method == "ngram":
+        drafter = TRAINING_FREE[method](TRAINING_FREE[method].Config(), real.facts)
+        drafter.bind(real)
+    else:
+        drafter = METHODS[method](METHODS[method].Config(), real.facts)
+        drafter.init_from_target(real)
+    plain, got = (generate(real, [prompt], params, *some)[0] for some in ((), (drafter, DecodeConfig(k=8))))
+    assert got.ids == plain.ids and got.stats.drafted > 8
 
 
 def test_the_settings_of_lossy_rules_reach_them(scripted: Any) -> None:
