@@ -150,7 +150,12 @@ def chain_width(drafter: Any, decode: DecodeConfig) -> int | None:
     if not hasattr(drafter, "propose"):
         chain = Plan.make("chain", decode.k, 1, decode.k, None, None, 1)
         extra = chain.with_prompts(getattr(drafter, "prompts", None), decode.prompt_rows, 0, None).extra
-    return 1 + decode.k + extra
+    return max(1 + decode.k + extra, _written(drafter))
+
+
+def _written(drafter: Any) -> int:
+    """Rows that a drafter which reads the target's cache writes behind the text in its own passes."""
+    return drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
 
 
 def generate(
@@ -320,7 +325,7 @@ class _Batch:
         self.prefix_kv: Tensor | None = getattr(drafter, "prefix_kv", None)
         self.table_XD: Tensor | None = getattr(drafter, "extra_table_XD", None)
         # A drafter that reads the target's cache writes its own passes behind the text, to be overwritten.
-        written = drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
+        written = _written(drafter)
         self._check_width(nodes, extra, written)
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
         behind = 0 if self.prefix_kv is None else self.prefix_kv.shape[3]
