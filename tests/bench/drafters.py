@@ -106,9 +106,12 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--k", type=int, nargs="+", default=[2, 3, TAU_K], help="draft lengths, greedy")
     parser.add_argument("--sampled-k", type=int, nargs="+", default=[3, TAU_K], help="draft lengths at temperature 1")
+    parser.add_argument("--prompt-rows", type=int, default=12, help="most rows of prompt tokens beside a chain")
     parser.add_argument("--nodes", type=int, default=12, help="nodes of trees")
     parser.add_argument("--threshold", type=float, default=0.3, help="confidence below which a chain is cut")
     args = parser.parse_args()
+    if args.curve and not ("greedy" in args.measure and "eagle3" in args.only):
+        parser.error("--curve picks the best of the greedy run and stands beside EAGLE-3: leave both in")
     if args.quick:
         args.prompts = args.table_prompts = 3
         args.max_new_tokens, args.k, args.sampled_k, args.nodes = 6, [3, TAU_K], [3, TAU_K], 6
@@ -128,7 +131,7 @@ def main() -> int:
     if reports:
         figures["drafters"] = bench.summary(reports)
     bars = bars_of(figures, reports, names, args)
-    if args.curve and "greedy" in reports and "eagle3" in exports:
+    if args.curve:
         figures["curve"] = bench.curve(exports, reports["greedy"])
     if speed := figures.get("best_against_eagle3"):
         bench.console.print(why(speed, speed["eagle3"]))
@@ -198,7 +201,8 @@ class Bench:
     def everything(self, what: str, exports: dict[str, Path]) -> Row:
         """All heads and all training-free drafters, greedy or at temperature 1."""
         heat, k = (0.0, self.args.k) if what == "greedy" else (1.0, self.args.sampled_k)
-        return self.run(what, exports, tuple(TRAINING_FREE), temperatures=(heat,), k=tuple(k))
+        settings = {"temperatures": (heat,), "k": tuple(k), "prompt_rows": self.args.prompt_rows}
+        return self.run(what, exports, tuple(TRAINING_FREE), **settings)
 
     def summary(self, reports: dict[str, Row]) -> dict[str, Row]:
         """The main table: per drafter and draft length, greedy beside temperature 1."""
@@ -269,7 +273,7 @@ class Bench:
         heads = {}
         for name in ("eagle3", best["head"]):
             heads |= {name: exports[name]} | {f"{name}_x{times}": self.head(name, times) for times in (2, 4)}
-        report = self.run("curve", heads, k=tuple(self.args.k))
+        report = self.run("curve", heads, k=tuple(self.args.k), prompt_rows=self.args.prompt_rows)
         rows = []
         for name in heads:
             row = fastest(report, [name])

@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, choices=T975, default=3, help="trainings of each layout (default: 3)")
     parser.add_argument("--tokens", type=int, default=150_000, help="training tokens of each (default: 150,000)")
     parser.add_argument("--conversations", type=int, default=96, help="held-out conversations (default: 96)")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     out = (args.out or ROOT / "runs" / ("drop_token_quick" if args.quick else "drop_token")).resolve()
     settings = [f"drafter.depths={K}", "evaluate.probe_prompts=0", "evaluate.every=1000000"]
     if args.quick:
