@@ -41,6 +41,7 @@ from .figures import (
     acceptance,
     alarms,
     by_category,
+    by_prompt,
     limits,
     rate,
     ratio,
@@ -560,11 +561,14 @@ def _row(
         "quality": sum(scored) / len(scored) if scored else None,
         "lossless": "exact" if lossless else "no",
         "categories": by_category(samples, plain, bootstrap) if draft else {},
+        "by_prompt": by_prompt(samples),
         **_identity(target, drafters, cfg, arm, samples, plain, width, questions, lossless),
     }
     if row["red"]:
         for name in ("tokens_per_second", "ratio_to_plain", "ratio_to_hf"):
             row[name] = row[f"{name}_interval"] = None
+        for figures in row["by_prompt"].values():
+            figures["seconds"] = None
     return row
 
 

@@ -191,6 +191,18 @@ def by_category(samples: Sequence[Sample], reference: Sequence[Sample], bootstra
     return table
 
 
+def by_prompt(samples: Sequence[Sample]) -> dict[str, Row]:
+    """What pooled figures are made of, prompt by prompt: rows of one report can be compared pair by pair."""
+    table: dict[str, Row] = {}
+    for s in samples:
+        row = table.setdefault(s.prompt, {"tokens": 0, "seconds": 0.0, "verified_tokens": 0, "verifications": 0})
+        row["tokens"] += len(s.ids)
+        row["seconds"] += s.seconds
+        row["verified_tokens"] += s.verified_tokens
+        row["verifications"] += s.verifies
+    return table
+
+
 def split_per_pass(samples: Sequence[Sample]) -> dict[str, float]:
     """Seconds per verify pass spent in draft, verify and commit; prefill per answer; `other` = the rest per pass."""
     passes = max(1, sum(s.verifies for s in samples))

@@ -43,6 +43,7 @@ FIELDS = [  # of every row, as promised to readers of the JSON
         "lossless",
         "tokens_per_forward",
         "quality",
+        "by_prompt",
     ),
 ]
 PROMPTS = [
@@ -206,6 +207,10 @@ def test_json_has_the_fields_that_others_read(target, tmp_path):
     assert plain["tau"] == 1.0 and plain["ratio_to_plain"] == 1.0 and plain["tokens_per_forward"] == 1.0
     assert row_of(stored, "transformers")["prompts"] == 2 and row_of(stored, "transformers")["identical_prompts"] == 2
     draft = row_of(stored, "scripted chain K=2")
+    parts = {name: sum(p[name] for p in draft["by_prompt"].values()) for name in draft["by_prompt"]["p0"]}
+    assert len(draft["by_prompt"]) == 3 and parts["tokens"] == draft["tokens"]
+    assert parts["tokens"] / parts["seconds"] == pytest.approx(draft["tokens_per_second"])
+    assert parts["verified_tokens"] / parts["verifications"] == pytest.approx(draft["tau"])
     assert draft["ratio_to_hf"] is not None and draft["tokens_per_forward"] >= 2 and draft["quality"] is None
     assert {"cpu", "torch", "transformers", "threads", "git"} <= set(stored["machine"])
     assert stored["run"]["seed"] == 0 and not json_path.with_suffix(".partial.jsonl").exists()

@@ -3,6 +3,7 @@ stops, budgets, widths, streams. CASES B41, B47, B56."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -592,6 +593,8 @@ def test_fixed_width_with_prompt_rows_has_the_same_bits(tiny: Callable[..., Any]
         ValueError, match=r"less than the 15 rows .*: use fixed_width=15 \(here and in plain decoding\)$"
     ):
         generate(real, prompts, params, drafter, replace(decode, fixed_width=14))
+    reads_kv = SimpleNamespace(parallel=6, draft_needs=frozenset({"kv"}))
+    assert chain_width(reads_kv, DecodeConfig(k=2)) == 6 and chain_width(reads_kv, DecodeConfig(k=8)) == 9
     assert chain_width(Prompted(real, 1, 4), decode) is None
     with pytest.raises(ValueError, match="prefix adds keys"):
         generate(real, prompts, params, Prompted(real, 1, 4), decode)
