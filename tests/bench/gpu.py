@@ -111,7 +111,9 @@ def training(method: str, device: str) -> dict[str, Any]:
         mine.bind(target)
         loss = loss_of(mine, target, batch.to(place))
         loss.backward()
-        found.append((float(loss.detach()), {n: p.grad.cpu() for n, p in mine.named_parameters() if p.grad is not None}))
+        found.append(
+            (float(loss.detach()), {n: p.grad.cpu() for n, p in mine.named_parameters() if p.grad is not None})
+        )
     (want, want_grad), (got, got_grad) = found
     assert want_grad.keys() == got_grad.keys()
     scale = max(float(g.norm()) for g in want_grad.values())
@@ -163,7 +165,11 @@ def flex(device: str) -> dict[str, Any]:
     dice = torch.Generator(device=device).manual_seed(0)
     b, t, q = *batch.ids_BT.shape, slots.anchor_BQ.shape[1]
     worst_of = 0.0
-    for rule in (rules.MaskRule(), rules.MaskRule("exclusive", "full", window=9), rules.MaskRule(intra="block", block=2)):
+    for rule in (
+        rules.MaskRule(),
+        rules.MaskRule("exclusive", "full", window=9),
+        rules.MaskRule(intra="block", block=2),
+    ):
         shapes = ((b, 4, q, 16), (b, 2, t, 16), (b, 2, t, 16), (b, 2, q, 16), (b, 2, q, 16))
         inputs = [torch.randn(s, generator=dice, device=device, requires_grad=True) for s in shapes]
         results = []
