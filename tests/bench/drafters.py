@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -334,12 +333,13 @@ def train(recipe: str, run: Path, settings: Sequence[str], states: Path, *, quic
             raise SystemExit(f"{run} holds a training with other settings: give another --out, or delete it")
         return run / "export"
     argv = ["--config", f"configs/{recipe}.yaml", *settings, f"run={run}", f"states.folder={states}"]
-    print("+", shlex.join(["./launch.sh", "train/distill_draft.py", *argv]), flush=True)
+    launch = ["./launch.sh", "train/distill_draft.py", *argv]
+    print("+", shlex.join(launch[quick:]), flush=True)
     if quick:
         argv[1] = str(ROOT / argv[1])
         code = distill_draft.main(argv)
     else:
-        code = subprocess.run(["./launch.sh", "train/distill_draft.py", *argv], cwd=ROOT, env=os.environ).returncode
+        code = subprocess.run(launch, cwd=ROOT).returncode
     if code:
         raise SystemExit(f"training {run.name} ended with exit code {code}; its messages are above, this resumes it")
     done.write_text(key)
