@@ -291,7 +291,8 @@ def write_export(
 ) -> Path:
     """`export/` of the run, with what training estimated for `draftsmith evaluate` to be held against."""
     state, heldout = summary.state, summary.heldout or last_heldout(folder)
-    # Greedy acceptance by depth: `accuracy_d` counts agreement with the target's own choice after correct tokens.
+    # `accuracy_d` counts agreement with the target's own choice where all tokens before are the data's; for heads that
+    # do not see those (Medusa, parallel drafters) that is below the acceptance after accepted ones.
     depths = sorted(int(name.removeprefix("accuracy_")) for name in heldout if name.startswith("accuracy_"))
     alpha = [heldout[f"accuracy_{depth}"] for depth in depths]
     estimated = {"k": len(alpha), "tau": heldout["tau"], "alpha": alpha} if "tau" in heldout else None
