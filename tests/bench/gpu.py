@@ -1,4 +1,5 @@
-"""Does everything that runs on a CPU run on a GPU, with the same result? Needs one; a tiny target, two minutes.
+"""Does everything that runs on a CPU run on a GPU, with the same result? Needs one; a tiny target, about
+five minutes.
 
 1. Training: the loss and the gradients of each method in fp32, against the CPU; then three optimiser steps in bf16.
 2. Decoding: float64, each method x tree x batch {1, 4} against plain decoding on the GPU: no token may differ.
@@ -137,8 +138,8 @@ def training(method: str, device: str) -> dict[str, Any]:
 def decoding(method: str, device: str, trees: dict[str, Any], plain: dict[int, Any]) -> dict[str, Any]:
     """Tokens of all trees and batches that differ from plain decoding, all of float64; a sampled run must not fail."""
     target = load_target("tiny", dtype="float64", device=device)
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    prompts = random_prompts(8, target.facts.tokens)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    prompts = random_prompts(4, target.facts.tokens)
     if not plain:
         plain[0] = [r.ids for r in generate(target, prompts, params)]
     drafter = fresh(method, target)
