@@ -6,7 +6,7 @@ and 2,000 verifications. Prints a table and, last, one JSON line with every boun
 trainings and answered prompts are kept under `--out`.
 
     OMP_NUM_THREADS=1 python tests/bench/main_job.py              # about 2.5 hours on two cores
-    python tests/bench/main_job.py --only eagle3                  # one part
+    python tests/bench/main_job.py --only eagle3 long             # some parts
     python tests/bench/main_job.py --quick                        # the same path on the tiny target, under a minute
 """
 
@@ -55,7 +55,7 @@ GRACE = 0.5  # minutes that the last optimiser step may overrun the budget by
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, help="train and measure one part")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="train and measure these parts")
     parser.add_argument("--quick", action="store_true", help="tiny target, no bound on figures is meant")
     parser.add_argument("--out", type=Path, default=None, help="runs/main_job, or runs/main_job_quick")
     parser.add_argument("--prompts", type=int, default=90)
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--k", type=int, nargs="+", default=[2, TAU_K])
     args = parser.parse_args()
     out = (args.out or ROOT / "runs" / ("main_job_quick" if args.quick else "main_job")).resolve()
-    names = [args.only] if args.only else list(PARTS)
+    names = [name for name in PARTS if name in (args.only or PARTS)]
     exports = {name: train(name, out, quick=args.quick) for name in names}
     cfg = EvaluateConfig(
         model=str(exports[names[0]]),
@@ -75,7 +75,7 @@ def main() -> int:
         k=(TAU_K,) if args.quick else tuple(args.k),
         dtype="float32" if args.quick else "bfloat16",
         bootstrap=100 if args.quick else 2000,
-        out=str(out / (args.only or "all")),
+        out=str(out / ("-".join(names) if args.only else "all")),
     )
     console = Console(width=200)
     report = evaluate(cfg.model, cfg, console)
