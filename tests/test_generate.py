@@ -179,7 +179,7 @@ def test_control_characters_are_made_visible(tokenizer):
 
 
 def test_the_command_end_to_end(target, drafter, monkeypatch, capsys):
-    export = {"draftsmith": {"target": {"name": "tiny", "revision": None}, "train_length": 8}}
+    export = {"draftsmith": {"method": "medusa", "target": {"name": "tiny", "revision": None}, "train_length": 8}}
     asked = SimpleNamespace(target=None)
 
     def load(name, **options):
