@@ -269,8 +269,14 @@ def check(config: TrainConfig) -> None:
         )
     if config.draft_vocab is not None and config.draft_vocab < 1:
         raise ValueError(f"draft_vocab must be at least 1 or null, got {config.draft_vocab}")
-    if config.states.source == "captured" and "module" in method.loss_needs:
-        raise ValueError(f"method {config.method} needs gradients through the target: set states.source=live")
+    if config.states.source == "captured" and (unstored := {"module", "kv"} & method.loss_needs):
+        why = "gradients through the target" if "module" in unstored else "the target's keys and values"
+        raise ValueError(f"method {config.method} needs {why}: set states.source=live")
+    if config.states.source == "captured" and getattr(config.drafter, "live", False):
+        raise ValueError(
+            f"method {config.method} with these settings trains on text of its own: set states.source=live "
+            "(or drafter.on_policy=0)"
+        )
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -67,4 +67,5 @@ class TargetOut:
     top_BT: Tensor | None = None  # argmax over all V logits of row t, int64; None = not captured
     head: Callable[[Tensor, Tensor | None], Tensor] | None = None  # Target.head: (hidden, ids or None) -> logits
     embed: Callable[[Tensor], Tensor] | None = None  # Target.embed: ids -> embeddings
-    forward: Callable[..., Any] | None = None  # the wrapped target, for methods that need `module`
+    forward: Callable[..., Any] | None = None  # Target.forward, for methods that need `module`
+    kv: Any = None  # a Cache that holds the keys and values of all T rows, for methods that need `kv`

@@ -130,6 +130,7 @@ def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
         draft=draft,
         form=exporter.form,
         loads=exporter.loads,
+        holds=exporter.holds,
         serve=exporter.serve(config, base or ours["target"]["name"], draft, k),
         recipe=yaml.safe_dump(run.get("config") or {}, sort_keys=False).strip(),
     )

@@ -15,13 +15,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ..models import METHODS
-from ..models.drafter import Commit, Drafter, Prefill
+from ..models.drafter import Commit, Drafter, ExtraOut, Prefill
+from ..models.tree import Tree, hang
 from .exporters import EXPORTERS
 from .exporters.folder import REPLAY, compare_slots, read_header, read_tensors
 from .exporters.layout import Slot
@@ -72,6 +73,39 @@ class CheckResult:
     difference: float
 
 
+@torch.no_grad()
+def handed_over(drafter: Drafter, target: Target, ids_BT: Tensor, counts_B: Tensor) -> tuple[Any, ExtraOut | None]:
+    """What a drafter that lives inside the target is handed in a `Commit`, once the first `counts_B` tokens of each row
+    stand in the text: the target's cache (None where it does not read it), and what its prompt rows computed there."""
+    prompts = getattr(drafter, "prompts", None)
+    if "kv" not in drafter.draft_needs and prompts is None:
+        return None, None
+    (b, t), device = ids_BT.shape, target.device
+    prefix_kv = getattr(drafter, "prefix_kv", None)
+    behind = 0 if prefix_kv is None else prefix_kv.shape[3]
+    rows = drafter.parallel if prompts is None else prompts.depths * prompts.members + behind
+    cache = target.new_cache(b, t + rows)
+    target.forward(ids_BT, torch.arange(t, device=device).expand_as(ids_BT), cache=cache)
+    cache.commit(counts_B)
+    if prompts is None:
+        return cache, None
+    none_BN = torch.zeros(b, 0, dtype=torch.int64, device=device)
+    tree = Tree(none_BN, none_BN, none_BN, none_BN.float(), none_BN.bool())
+    counts_B1 = torch.full((b, 1), prompts.depths, device=device)
+    extra = hang(tree, counts_B1, prompts, prompts.depths, target.facts.vocab)
+    see_BEM, hung_BE = extra.place(torch.ones(b, 1, 1, dtype=torch.bool, device=device))
+    options = {} if prefix_kv is None else {"prefix_kv": prefix_kv}
+    table_XD = cast(Any, drafter).extra_table_XD
+    states = target.forward(
+        table_XD[extra.ids_BE - target.facts.vocab].to(target.dtype),
+        cache.lengths_B[:, None] - 1 + extra.depths_BE,
+        cache=cache,
+        see_BTA=torch.nn.functional.pad(see_BEM[:, :, 1:], (0, behind), value=True),
+        **options,
+    )
+    return cache, ExtraOut(extra, hung_BE, torch.zeros_like(counts_B), states.last_hidden_BTD)
+
+
 def replay(drafter: Drafter, target: Target, ids_ST: Tensor, positions_R2: Tensor, depth: int) -> Tensor:
     """Teacher-forced drafting logits through the runtime's own calls.
 
@@ -88,6 +122,7 @@ def replay(drafter: Drafter, target: Target, ids_ST: Tensor, positions_R2: Tenso
     text_R, t_R = positions_R2.to(target.device).unbind(1)
     ids_RT = ids_ST.to(target.device)[text_R]
     rows = torch.arange(len(t_R), device=target.device)
+    kv, extra_out = handed_over(drafter, target, ids_RT, t_R + 1)
     commit = Commit(
         ids_BT=ids_RT,
         counts_B=t_R + 1,
@@ -95,12 +130,15 @@ def replay(drafter: Drafter, target: Target, ids_ST: Tensor, positions_R2: Tenso
         anchor_B=ids_RT[rows, t_R + 1],
         taps_BTPD=None if states.taps_BTPD is None else states.taps_BTPD[text_R],
         last_hidden_BTD=states.last_hidden_BTD[text_R],
+        kv=kv,
+        extra_out=extra_out,
     )
     dtype = next(drafter.parameters()).dtype
     state = drafter.init(Prefill(len(t_R), ids_ST.shape[1] + depth + 1, target.device, dtype))
     state, level = drafter.start(state, commit)
-    logits_RKW = level.logits_BNW
-    for k in range(1, depth if drafter.parallel == 1 else 1):
+    asks = drafter.parallel == 1 or getattr(drafter, "sequential", False)
+    logits_RKW = level.logits_BNW[:, :1] if asks else level.logits_BNW
+    for k in range(1, depth if asks else 1):
         tokens_R1 = ids_RT[rows, t_R + 1 + k][:, None]
         state, level = drafter.extend(state, tokens_R1, torch.full_like(tokens_R1, k - 1))
         logits_RKW = torch.cat([logits_RKW, level.logits_BNW], dim=1)

@@ -1,7 +1,8 @@
 """`draftsmith convert SOURCE FOLDER --target TARGET`: heads that others trained, into our export form.
 
 Reads the flat EAGLE-3 form (SpecForge, TorchSpec, Model-Optimizer, the EAGLE repository), the speculators form, EAGLE-1
-files, and Medusa files in their original and in vLLM's names. `.safetensors` as they are; `.pt` and `.bin` only through
+files, DFlash, DSpark and Domino (z-lab, DeepSpec, SpecForge, speculators), and Medusa files in their original and in
+vLLM's names. `.safetensors` as they are; `.pt` and `.bin` only through
 the tensor-only reader of `torch_file.py`. Every file read is named with its hash.
 
 Where one key means different things to different trainers, nothing is guessed: see `taps_of` (layer ids) and
@@ -26,6 +27,7 @@ from ..models.drafter import TargetFacts
 from ..models.layers import rotary_settings
 from .card import HUB_ID
 from .export import RunFacts, export
+from .exporters.dspark import KINDS
 from .exporters.folder import CONFIG, read_json, read_tensors, refuse_non_finite, sha256_of
 from .load import load_state, plain_rope
 from .torch_file import read_torch_file
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from ..models.target import Target
 
 WEIGHT_FILES = ("*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin")
-SPECULATORS_REFUSED = ("peagle", "dflash", "dflash2", "dspark", "mtp", "eagle", "mlp")
+SPECULATORS_REFUSED = ("peagle", "dflash2", "mtp", "eagle", "mlp")
 EMBEDDINGS = "embed_tokens.weight"
 
 
@@ -117,21 +119,23 @@ def recognise(config: Mapping[str, Any], names: set[str]) -> str:
     """Which reader understands these files. ValueError names what is out of scope, or what was found."""
     kind = config.get("speculators_model_type")
     if kind in SPECULATORS_REFUSED or config.get("model_type") == "mlp_speculator":
-        raise ValueError(f"heads of type {kind or 'mlp_speculator'} are not supported; medusa, eagle and eagle3 are")
+        raise ValueError(f"heads of type {kind or 'mlp_speculator'} are not supported; {', '.join(READERS)} are")
+    if kind in ("dflash", "dspark"):
+        return "dflash"
     if kind is not None:
         if kind != "eagle3":
-            raise ValueError(f"speculators_model_type {kind!r} is not known; eagle3 is")
+            raise ValueError(f"speculators_model_type {kind!r} is not known; eagle3, dflash and dspark are")
         return "speculators"
     bare = {n.removeprefix("model.").removeprefix("medusa_heads.") for n in names}
+    if {"hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= bare:
+        return "dflash"
     if any(n.startswith("midlayer.") for n in bare) or "layers.0.hidden_norm.weight" in bare:
         return "eagle3"
     if "fc.weight" in bare and any(n.startswith("layers.0.self_attn.") for n in bare):
         return "eagle"
     if any(n.startswith("blocks.0.layers.") or n.startswith("0.0.linear.") for n in bare):
         return "medusa"
-    raise ValueError(
-        f"no known head among the tensors {', '.join(sorted(names)[:6])} …; medusa, eagle and eagle3 are read"
-    )
+    raise ValueError(f"no known head among the tensors {', '.join(sorted(names)[:6])} …; {', '.join(READERS)} are read")
 
 
 # EAGLE-3
@@ -359,7 +363,84 @@ def read_medusa(
     return Foreign("medusa", options, None if ids is None else ids.long().sort().values, state, (note,))
 
 
+# DFlash and its descendants
+
+MARKOV_HEADS = {theirs: ours for ours, theirs in KINDS.items()}
+
+
+def read_dflash(
+    config: dict[str, Any], tensors: dict[str, Tensor], target: Target, taps: tuple[int, ...] | None
+) -> Foreign:
+    """DFlash, DSpark and Domino: settings under `dflash_config` (z-lab, SpecForge), at the top level (DeepSpec), or sizes
+    under `transformer_layer_config` (speculators). Head rows must be the target's: these methods draft through them."""
+    facts = (config.get("transformer_layer_config") or {}) | config | (config.get("dflash_config") or {})
+    state = {_renamed(name, {}): t for name, t in tensors.items()}
+    heads = {n: state.pop(n) for n in list(state) if n.startswith(("markov_head.", "confidence_head."))}
+    notes = drop_buffers(state) + drop_target_embeddings(state, target)
+    state |= heads  # whose biases are their own
+    compare_sizes(facts, target.facts)
+    if set(facts.get("layer_types") or ("full_attention",)) != {"full_attention"} or facts.get("use_swa"):
+        raise ValueError("a drafter with sliding windows; only full attention is supported")
+    if "d2t" in state:  # rows that belong to draft ids are sorted with them
+        order = (state["d2t"].long() + torch.arange(len(state["d2t"]))).argsort()
+        for name in ("markov_head.markov_w2.weight", "embed_proj.2.weight"):
+            if name in state:
+                state[name] = state[name][order]
+    ids, why_ids = take_draft_ids(state, target, facts.get("draft_vocab_size") or target.facts.vocab)
+    rows = target.head_weight if ids is None else target.head_weight[ids.to(target.device)]
+    if not same_rows(state.pop("lm_head.weight"), rows):
+        raise ValueError("lm_head.weight is not the target's head; DFlash drafts through the target's own")
+    found, why = block_taps(facts, shape_at(state, "fc.weight")[1] // target.facts.width, target.facts.layers, taps)
+    rank, domino = int(facts.get("markov_rank") or 0), facts.get("projector_type") == "domino"
+    confidence = bool(facts.get("enable_confidence_head"))
+    method = "dspark" if rank or domino or confidence or config.get("speculators_model_type") == "dspark" else "dflash"
+    state["mask_id"] = torch.tensor(int(facts["mask_token_id"]))
+    options = {
+        "block": facts["block_size"],
+        "layers": facts["num_hidden_layers"],
+        "sample_from_anchor": bool(facts.get("sample_from_anchor", facts.get("shift_label", method == "dspark"))),
+        "causal": bool(facts.get("causal", facts.get("causal_head", False))),
+        "taps": found,
+        "mask_id": int(facts["mask_token_id"]),
+        "heads": facts["num_attention_heads"],
+        "kv_heads": facts.get("num_key_value_heads") or facts["num_attention_heads"],
+        "intermediate": facts["intermediate_size"],
+    }
+    if method == "dspark":
+        options |= {"confidence": confidence, "head": "none"}
+        if rank:
+            kind = facts.get("markov_head_type", "vanilla")
+            if kind not in MARKOV_HEADS:
+                raise ValueError(f"markov_head_type {kind!r} is not known; {', '.join(MARKOV_HEADS)} are")
+            options |= {"head": MARKOV_HEADS[kind], "rank": rank}
+        elif domino:
+            options |= {"head": "gru", "rank": facts["emb_dim"], "gru_size": facts["gru_hidden_dim"]}
+            options["clean_depths"] = facts.get("pure_draft_prefix_len", 0)
+    return Foreign(method, options, ids, state, (*notes, why, *why_ids))
+
+
+def block_taps(
+    facts: Mapping[str, Any], count: int, layers: int, given: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], str]:
+    """The streams h[k] that a block drafter reads: `target_layer_ids` count the layer whose output is read (k - 1),
+    speculators' `aux_hidden_state_layer_ids` are k."""
+    if given is not None:
+        found, why = tuple(given), "as given"
+    elif (ids := facts.get("aux_hidden_state_layer_ids")) is not None:
+        found, why = tuple(int(i) for i in ids), "from aux_hidden_state_layer_ids"
+    elif (ids := facts.get("target_layer_ids")) is not None:
+        found, why = tuple(int(i) + 1 for i in ids), f"from target_layer_ids {list(ids)}, which count layers' outputs"
+    else:
+        raise ValueError("no layer ids in the file (target_layer_ids, aux_hidden_state_layer_ids); use --taps")
+    if len(found) != count or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] > layers:
+        raise ValueError(
+            f"taps {list(found)} must be {count}, ascending within 0..{layers}, as fc reads them; use --taps"
+        )
+    return found, f"taps h{list(found)}: {why}"
+
+
 READERS: dict[str, Reader] = {
+    "dflash": read_dflash,
     "speculators": read_speculators,
     "eagle3": read_eagle3,
     "eagle": read_eagle,

@@ -6,6 +6,7 @@ machine (what goes wrong otherwise: reference numbers taken in another run, warm
 from text). Interrupted runs go on where they stopped. A row whose losslessness check is red shows no speed.
 
     draftsmith evaluate --model EXPORT --suite mini --k [2,4]
+    draftsmith evaluate --target smollm2 --model ngram --also suffix,recycling --k 8
     pytest tests/test_evaluate.py
 """
 
@@ -17,7 +18,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import __version__
 from ..losses.probs import SamplingParams
+from ..models import TRAINING_FREE, FreeSettings
 from ..models.target import Target, load_target
 from .card import write_card
 from .figures import (
@@ -39,19 +41,21 @@ from .figures import (
     acceptance,
     alarms,
     by_category,
+    by_prompt,
     limits,
     rate,
     ratio,
     speed,
     split_per_pass,
 )
-from .load import load_drafter, read_export_config
+from .load import PLAIN_MODEL, class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import html, pieces, print_report, visible
-from .speculate import DecodeConfig, Result, generate
+from .speculate import DecodeConfig, Result, chain_width, generate, refuse_rule
 from .suites import SUITES, Prompt, load_suite
-from .verify import VERIFIERS
+from .trees import TREES, fits
+from .verify import VERIFIERS, refuse_misfit
 
-SHOWN_DIVERGENCES = 5  # of chains, which are compared at equal width; of trees all are measured
+SHOWN_DIVERGENCES = 5  # of padded chains, which are compared at equal width; of others all are measured
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
@@ -60,11 +64,14 @@ class EvaluateConfig:
     """What to measure."""
 
     model: str
-    """Export folder or Hub id of the drafter."""
+    """Export folder or Hub id of the drafter; or, for any target and without training, ngram, suffix, recycling, lookahead
+    or lm:MODEL (folder or Hub id of a small language model)."""
     also: tuple[str, ...] = ()
-    """Further exports for the same target, measured beside it in the same run."""
+    """Further drafters for the same target, measured beside it in the same run."""
     target: str | None = None
-    """Hub id, folder, GGUF file or built-in name of the target; by default the one the export names."""
+    """Hub id, folder, GGUF file or built-in name of the target; by default the one that the first export names."""
+    drafter: FreeSettings = field(default_factory=FreeSettings)
+    """Settings of the training-free drafters."""
     revision: str | None = None
     """Revision of the export on the Hub."""
     target_revision: str | None = None
@@ -80,13 +87,29 @@ class EvaluateConfig:
     k: tuple[int, ...] = (2, 4)
     """Tokens drafted per pass (root excluded); every value is measured and the fastest named."""
     trees: tuple[str, ...] = ("chain",)
-    """Shapes of the draft: chain, static, dynamic."""
+    """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
+    nodes: int = DecodeConfig.nodes
+    """Most nodes of trees that are no chains."""
+    width: int = DecodeConfig.width
+    """Most candidates per node of a tree."""
+    threshold: float | None = DecodeConfig.threshold
+    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default."""
+    prompt_rows: int | None = DecodeConfig.prompt_rows
+    """Most rows of prompt tokens in a verification (drafters that have them); null = as many as the nodes can have."""
     temperatures: tuple[float, ...] = (0.0,)
     """Sampling temperatures; 0 = greedy."""
     verifier: str = "auto"
     """Acceptance rule; `auto` takes the exact one that fits tree and temperature."""
     allow_lossy: bool = False
     """Permit an acceptance rule that does not keep the target's distribution."""
+    typical_epsilon: float = DecodeConfig.typical_epsilon
+    """Rule `typical`: ceiling of its floor."""
+    typical_delta: float = DecodeConfig.typical_delta
+    """Rule `typical`: share of exp(-entropy) in its floor."""
+    fuzzy_threshold: float = DecodeConfig.fuzzy_threshold
+    """Rule `fuzzy`: total variation of target and draft up to which drafts are kept."""
+    entropy_tolerance: float = DecodeConfig.entropy_tolerance
+    """Rule `entropy`: most that it adds to a chance of acceptance."""
     dtype: Dtype = "bfloat16"
     """Weights and states of target and drafter."""
     device: str = "cpu"
@@ -120,16 +143,46 @@ class EvaluateConfig:
         if not self.k or min(self.k) < 1:
             raise ValueError(f"k = {list(self.k)}: give one or more draft lengths of at least 1")
         if not self.trees:
-            raise ValueError("trees = []: give one or more of chain, static, dynamic")
+            raise ValueError(f"trees = []: give one or more of {', '.join(TREES)}")
+        for tree in self.trees:
+            self.decode(tree, self.k[0])
         if self.hf_prompts is not None and self.hf_prompts < 0:
             raise ValueError(f"hf_prompts = {self.hf_prompts}: must be at least 0")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: must be at least 0")
+        refuse_idle_settings(self.drafter, [self.model, *self.also])
+        if self.drafter.suffix.shared:
+            raise ValueError(
+                "drafter.suffix.shared = true: every prompt is answered several times here, and the drafter would know "
+                "the answers; leave it off"
+            )
         if not self.temperatures or min(self.temperatures) < 0:
             raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
+        for temperature in self.temperatures:
+            refuse_misfit(self.verifier, self.allow_lossy, temperature > 0, None if temperature > 0 else False)
         for name in ("json", "html"):
             if (value := getattr(self, name)) is not None and Path(value).is_dir():
                 raise ValueError(f"{name} = {value!r} is a folder: name the file to write, or set `out` for a folder")
+
+    def decode(self, tree: str, k: int) -> DecodeConfig:
+        """How drafts of this shape and depth are made and verified. Raises ValueError for settings that do not fit."""
+        takes_threshold = tree in TREES and TREES[tree].threshold is not None
+        if self.threshold is not None and not any(TREES[t].threshold is not None for t in self.trees if t in TREES):
+            raise ValueError(f"threshold = {self.threshold}: none of trees = {list(self.trees)} has one")
+        return DecodeConfig(
+            k=k,
+            tree=tree,
+            nodes=self.nodes,
+            width=self.width,
+            threshold=self.threshold if takes_threshold else None,
+            prompt_rows=self.prompt_rows,
+            verifier=self.verifier,
+            allow_lossy=self.allow_lossy,
+            typical_epsilon=self.typical_epsilon,
+            typical_delta=self.typical_delta,
+            fuzzy_threshold=self.fuzzy_threshold,
+            entropy_tolerance=self.entropy_tolerance,
+        )
 
 
 @dataclass(frozen=True)
@@ -151,8 +204,17 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
     """
     names = [model, *cfg.also]
     revisions = [cfg.revision] + [None] * len(cfg.also)
-    configs = [read_export_config(name, revision) for name, revision in zip(names, revisions, strict=True)]
-    facts = configs[0]["draftsmith"]["target"]
+    configs = [
+        {} if is_free(name) else read_export_config(name, revision)["draftsmith"]
+        for name, revision in zip(names, revisions, strict=True)
+    ]
+    facts: Row = next((config["target"] for config in configs if config), {})
+    if not facts and cfg.target is None:
+        raise ValueError(f"{model} drafts for any target and names none: add --target NAME")
+    for name, config in zip(names, configs, strict=True):
+        for temperature in cfg.temperatures:
+            sampling = SamplingParams(temperature=temperature)
+            refuse_rule(class_of(name, config or None), cfg.decode(cfg.trees[0], cfg.k[0]), [sampling])
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     target = load_target(
         cfg.target or facts["name"],
@@ -161,11 +223,15 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
         revision=cfg.target_revision or (None if cfg.target else facts.get("revision")),
         trust_remote_code=cfg.trust_remote_code,
     )
-    drafters, estimated, labels = {}, {}, {}
+    drafters: dict[str, Any] = {}
+    estimated, labels = {}, {}
     for name, revision, config in zip(names, revisions, configs, strict=True):
+        if is_free(name):
+            drafters[_free_label(name)] = free_drafter(name, target, cfg.drafter)
+            continue
         drafter = load_drafter(name, target, revision=revision)
         label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
-        drafters[label], estimated[label], labels[label] = drafter, config["draftsmith"].get("estimated"), _label(name)
+        drafters[label], estimated[label], labels[label] = drafter, config.get("estimated"), _label(name)
     report = measure(target, drafters, prompts, cfg, estimated, console)
     report["run"]["exports"] = labels
     return report
@@ -180,7 +246,7 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     written = write_report(report, cfg)
     print_report(report, console)
     console.print(visible(f"wrote {written[0]} and {written[1]}"))
-    if cfg.card and not cfg.also and Path(cfg.model).is_dir():
+    if cfg.card and not cfg.also and not is_free(cfg.model) and Path(cfg.model).is_dir():
         for path, name in zip(written, ("report.json", "report.html"), strict=True):
             (Path(cfg.model) / name).write_bytes(path.read_bytes())
         write_card(Path(cfg.model))
@@ -223,7 +289,8 @@ def measure(
 
 
 def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
-    """The arms of a run: per temperature plain, transformers, each draft setting; for greedy chains each width."""
+    """The arms of a run: per temperature plain, transformers, each draft setting; for greedy chains each width. Drafts
+    of training-free drafters have no fixed length: padding them would take from them the steps that cost nothing."""
     arms = []
     for temperature in cfg.temperatures:
         at = "" if temperature == 0 else f" T={temperature:g}"
@@ -231,25 +298,32 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
         arms.append(Arm(f"plain{at}", "plain", temperature, plain))
         if cfg.hf_prompts != 0:
             arms.append(Arm(f"transformers{at}", "hf", temperature, plain))
-        depths = {k for k in cfg.k for drafter in drafters.values() if _reaches(drafter, k)}
-        if not depths:
+        drafts = [
+            Arm(f"{name} {tree} K={k}{at}", "draft", temperature, _decode(cfg, tree, k, drafter), name)
+            for name, drafter in drafters.items()
+            for tree in cfg.trees
+            for k in cfg.k
+            if _reaches(drafter, k) and fits(tree, drafter)
+        ]
+        if not drafts and any(_reaches(drafter, k) for drafter in drafters.values() for k in cfg.k):
+            raise ValueError(f"trees = {list(cfg.trees)}: no drafter gives what they need; add chain, with --trees")
+        if not drafts:
             raise ValueError(f"k = {list(cfg.k)}: no drafter drafts that far; give a smaller one with --k")
-        if temperature == 0 and "chain" in cfg.trees:
+        if temperature == 0:
+            widths = {arm.decode.fixed_width for arm in drafts if arm.decode.fixed_width is not None}
             arms += [
-                Arm(f"plain, width {k + 1}", "width", 0.0, replace(plain, fixed_width=k + 1)) for k in sorted(depths)
+                Arm(f"plain, width {width}", "width", 0.0, replace(plain, fixed_width=width))
+                for width in sorted(widths)
             ]
-        for name, drafter in drafters.items():
-            for tree in cfg.trees:
-                for k in (k for k in cfg.k if _reaches(drafter, k)):
-                    decode = DecodeConfig(
-                        k=k,
-                        tree=tree,
-                        verifier=cfg.verifier,
-                        allow_lossy=cfg.allow_lossy,
-                        fixed_width=k + 1 if tree == "chain" else None,
-                    )
-                    arms.append(Arm(f"{name} {tree} K={k}{at}", "draft", temperature, decode, name))
+        arms += drafts
     return arms
+
+
+def _decode(cfg: EvaluateConfig, tree: str, k: int, drafter: Any) -> DecodeConfig:
+    decode = cfg.decode(tree, k)
+    if not TREES[tree].chain or hasattr(drafter, "propose"):
+        return decode  # proposals have no fixed length: padded, their steps without a candidate would not be plain ones
+    return replace(decode, fixed_width=chain_width(drafter, decode))
 
 
 def _reaches(drafter: Any, k: int) -> bool:
@@ -406,7 +480,7 @@ def _reduce(
         "rows": rows,
         "best": best and best["name"],
         "flags": _flags(drafts),
-        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]))],
+        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]), _trained(row))],
         "causes": list(CAUSES),
         "examples": _examples(target, prompts, by_arm[best["name"] if best else arms[0].name]),
         "definitions": DEFINITIONS,
@@ -418,16 +492,22 @@ def _reduce(
     else:
         step = rows[0]["seconds_per_pass"]
         plain_step = sum(step[part] for part in ("draft", "verify", "commit", "other"))
-        report["limits"], report["gains"] = limits(best, rows, plain_step, estimated.get(best["drafter"]))
+        report["limits"], report["gains"] = limits(
+            best, rows, plain_step, estimated.get(best["drafter"]), _trained(best)
+        )
     return report
+
+
+def _trained(row: Row) -> bool:
+    return row["method"] not in TRAINING_FREE
 
 
 def _same_width(width: Arm, arm: Arm) -> bool:
     return (
         arm.kind == "draft"
         and arm.temperature == 0
-        and arm.decode.tree == "chain"
-        and width.decode.fixed_width == arm.decode.k + 1
+        and arm.decode.fixed_width is not None
+        and width.decode.fixed_width == arm.decode.fixed_width
     )
 
 
@@ -460,6 +540,7 @@ def _row(
         "decode": {"plain": "plain", "width": "plain", "hf": "transformers generate", "draft": "speculate"}[arm.kind],
         "drafter": arm.drafter,
         "verifier": ", ".join(rules) or None,
+        "verifier_settings": {name: getattr(arm.decode, name) for rule in rules for name in VERIFIERS[rule].settings},
         "draft_length": arm.decode.k if draft else 0,
         "tree": arm.decode.tree if draft else None,
         "width": arm.decode.fixed_width if arm.kind == "width" else None,
@@ -480,11 +561,14 @@ def _row(
         "quality": sum(scored) / len(scored) if scored else None,
         "lossless": "exact" if lossless else "no",
         "categories": by_category(samples, plain, bootstrap) if draft else {},
+        "by_prompt": by_prompt(samples),
         **_identity(target, drafters, cfg, arm, samples, plain, width, questions, lossless),
     }
     if row["red"]:
         for name in ("tokens_per_second", "ratio_to_plain", "ratio_to_hf"):
             row[name] = row[f"{name}_interval"] = None
+        for figures in row["by_prompt"].values():
+            figures["seconds"] = None
     return row
 
 
@@ -499,7 +583,7 @@ def _identity(
     questions: dict[tuple[str, int], list[int]],
     lossless: bool,
 ) -> Row:
-    """Greedy answers against plain decoding: by id at the same width (chains), tie-aware otherwise.
+    """Greedy answers against plain decoding: by id at the same width (padded chains), tie-aware otherwise.
 
     Returns `identical_to_plain` (None = not compared), counts, first divergences from unpadded plain decoding with the
     logit gap there, and `red`: why a row that should be lossless is not (None = it is, or it need not be).
@@ -514,8 +598,8 @@ def _identity(
     }
     if arm.temperature > 0 or arm.kind == "plain":
         return found
-    chain = arm.kind == "draft" and arm.decode.tree == "chain"
-    references = {(s.prompt, s.turn): s.ids for s in (width if chain else plain)}
+    padded = arm.kind == "draft" and arm.decode.fixed_width is not None
+    references = {(s.prompt, s.turn): s.ids for s in (width if padded else plain)}
     pairs = [(s, references[s.prompt, s.turn]) for s in samples if (s.prompt, s.turn) in references]
     differing = [s for s, ids in pairs if s.ids != ids]
     found["checked_prompts"], found["identical_prompts"] = len(pairs), len(pairs) - len(differing)
@@ -524,11 +608,11 @@ def _identity(
         unpadded = {(s.prompt, s.turn): s.ids for s in plain}
         compared = [s for s in samples if s.ids != unpadded[s.prompt, s.turn]]
         found["differ_from_unpadded"] = len(compared)
-        for sample in compared if lossless and not chain else compared[:SHOWN_DIVERGENCES]:
+        for sample in compared if lossless and not padded else compared[:SHOWN_DIVERGENCES]:
             key = sample.prompt, sample.turn
             other = divergence(target, drafters, arm, _params(cfg, arm), questions[key], unpadded[key], sample.ids)
             found["divergences"].append({"prompt": sample.prompt, **other})
-        if lossless and chain and differing:
+        if lossless and padded and differing:
             found["red"] = f"{len(differing)} of {len(pairs)} answers differ from plain decoding at the same width"
         elif lossless and not all(other["excused"] for other in found["divergences"]):
             wrong = sum(not other["excused"] for other in found["divergences"])
@@ -586,7 +670,10 @@ def _flags(drafts: Sequence[Row]) -> list[str]:
                 f"{row['tau']:.2f}: a pass costs more than it commits"
             )
         if row["lossless"] == "no":
-            flags.append(f"{row['name']} uses the rule {row['verifier']!r}, which changes the target's distribution")
+            settings = ", ".join(f"{name}={value:g}" for name, value in row["verifier_settings"].items())
+            flags.append(
+                f"{row['name']} uses the rule {row['verifier']!r} ({settings}), which changes the target's distribution"
+            )
     return flags
 
 
@@ -659,6 +746,10 @@ def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Promp
         "target_revision": target.facts.revision,
         "k": list(cfg.k),
         "trees": list(cfg.trees),
+        "nodes": cfg.nodes,
+        "width": cfg.width,
+        "threshold": cfg.threshold,
+        "prompt_rows": cfg.prompt_rows,
         "temperatures": list(cfg.temperatures),
         "verifier": cfg.verifier,
         "chat_template": True,
@@ -671,6 +762,11 @@ def _label(model: str) -> str:
     """A short name of an export: its folder's, or that of the run around an `export` folder."""
     path = Path(model)
     return path.parent.name if path.name == "export" and path.parent.name else path.name
+
+
+def _free_label(name: str) -> str:
+    """The name of a training-free drafter, without a language model's folder."""
+    return PLAIN_MODEL + _label(name.removeprefix(PLAIN_MODEL)) if name.startswith(PLAIN_MODEL) else name
 
 
 def _json_path(cfg: EvaluateConfig) -> Path:
@@ -687,7 +783,8 @@ def _fingerprint(target: Target, drafters: dict[str, Any], prompts: Sequence[Pro
     digest = sha256(json.dumps([settings, target.facts.fingerprint, __version__, torch.__version__]).encode())
     digest.update(json.dumps([asdict(prompt) for prompt in prompts]).encode())
     for name, drafter in drafters.items():
-        for key, tensor in drafter.state_dict().items():
+        weights = {} if hasattr(drafter, "propose") else drafter.state_dict()
+        for key, tensor in weights.items():
             digest.update(f"{name}/{key}".encode())
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -33,7 +33,8 @@ DEFINITIONS = {
     "lossless": "exact = the verifier keeps the target's distribution; model = the model itself was changed; "
     "no = it does not",
     "identical_to_plain": "greedy: every checked answer has the ids of plain decoding, at the same verification width "
-    "(chains) or unpadded (trees, which may differ at near-ties: top-2 logit gap below 4 x what the widths differ by)",
+    "(chains) or unpadded (trees and training-free drafters, which may differ at near-ties: top-2 logit gap below 4 x "
+    "what the widths differ by)",
 }
 
 CAUSES = (
@@ -190,6 +191,18 @@ def by_category(samples: Sequence[Sample], reference: Sequence[Sample], bootstra
     return table
 
 
+def by_prompt(samples: Sequence[Sample]) -> dict[str, Row]:
+    """What pooled figures are made of, prompt by prompt: rows of one report can be compared pair by pair."""
+    table: dict[str, Row] = {}
+    for s in samples:
+        row = table.setdefault(s.prompt, {"tokens": 0, "seconds": 0.0, "verified_tokens": 0, "verifications": 0})
+        row["tokens"] += len(s.ids)
+        row["seconds"] += s.seconds
+        row["verified_tokens"] += s.verified_tokens
+        row["verifications"] += s.verifies
+    return table
+
+
 def split_per_pass(samples: Sequence[Sample]) -> dict[str, float]:
     """Seconds per verify pass spent in draft, verify and commit; prefill per answer; `other` = the rest per pass."""
     passes = max(1, sum(s.verifies for s in samples))
@@ -209,9 +222,10 @@ def expected_tau(alpha: Sequence[float | None], depth: int) -> float:
     return total
 
 
-def alarms(row: Row, estimated: Row | None) -> list[str]:
-    """Why a draft row is suspicious: tau under 1.1, or under 70 % of what training estimated for the same depth."""
-    if row["tau"] is None or not row["draft_length"]:
+def alarms(row: Row, estimated: Row | None, trained: bool = True) -> list[str]:
+    """Why a draft row is suspicious: tau under 1.1, or under 70 % of what training estimated for the same depth. What a
+    training-free drafter finds depends on the text: nothing is suspicious there."""
+    if row["tau"] is None or not row["draft_length"] or not trained:
         return []
     found = []
     if row["tau"] < 1.1:
@@ -230,13 +244,16 @@ def _estimated_tau(estimated: Row | None, depth: int) -> float | None:
     return expected_tau(estimated["alpha"], depth) if estimated.get("alpha") else None
 
 
-def limits(row: Row, rows: Sequence[Row], plain_step: float, estimated: Row | None) -> tuple[str, dict[str, float]]:
+def limits(
+    row: Row, rows: Sequence[Row], plain_step: float, estimated: Row | None, trained: bool = True
+) -> tuple[str, dict[str, float]]:
     """What limits the best draft row, as the lever whose plausible gain in speed is the largest.
 
     Speed over plain decoding is S = tau / (c_v + c_d + c_o): cost of verify, draft and the rest per pass, in plain
     steps. Levers: *data* (ten points more acceptance at each depth), *alignment* (tau as training estimated),
     *K* (the best depth up to 8, by the measured acceptance and the costs' growth between measured K), *draft cost*
-    (half of c_d). A row that raised an alarm is limited by alignment, whatever its costs.
+    (half of c_d). A row that raised an alarm is limited by alignment, whatever its costs. The first two are levers of
+    trained drafters alone.
 
     Returns:
         A sentence, and the gain of each lever (0.1 = 10 % faster).
@@ -260,6 +277,8 @@ def limits(row: Row, rows: Sequence[Row], plain_step: float, estimated: Row | No
     here = expected_tau(alpha, k) / cost
     best_k = max(range(1, 9), key=lambda j: expected_tau(alpha, j) / (cost + slope * (j - k)))
     gains["K"] = max(0.0, expected_tau(alpha, best_k) / (cost + slope * (best_k - k)) / here - 1)
+    if not trained:
+        gains = {lever: gains[lever] for lever in ("K", "draft cost")}
     first = f"{alpha[0]:.2f}" if alpha else "nothing"
     advice = {
         "data": f"acceptance itself: {first} at depth 1; more or closer training data, or longer training. "
@@ -269,7 +288,7 @@ def limits(row: Row, rows: Sequence[Row], plain_step: float, estimated: Row | No
         "draft cost": f"drafting takes {draft:.2f} of a plain step ({draft / cost:.0%} of a pass); "
         "a smaller draft vocabulary or fewer sequential steps",
     }
-    worst = "alignment" if alarms(row, estimated) else max(gains, key=lambda lever: gains[lever])
+    worst = "alignment" if alarms(row, estimated, trained) else max(gains, key=lambda lever: gains[lever])
     listed = ", ".join(f"{lever} +{gain:.0%}" for lever, gain in gains.items())
     costs = f"tau {row['tau']:.2f} / (verify {verify:.2f} + draft {draft:.2f} + rest {rest:.2f} plain steps)"
     return f"{worst} - {advice[worst]} [{costs}; speed to gain: {listed}]", gains

@@ -2,6 +2,7 @@
 
 draftsmith generate --model EXPORT --prompt "Write a haiku about rain." --show
 draftsmith generate --target smollm2 --prompt "What is a monad?" --temperature 0.7 --seed 1
+draftsmith generate --target smollm2 --model ngram --k 8 --prompt "Repeat this three times: ..."
 pytest tests/test_generate.py
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
@@ -18,11 +19,12 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from ..losses.probs import SamplingParams
+from ..models import FreeSettings
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
-from .load import load_drafter, read_export_config
+from .load import class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import visible
-from .speculate import DecodeConfig, generate
+from .speculate import DecodeConfig, generate, refuse_rule, refuse_tree
 from .verify import VERIFIERS
 
 DRAFTED = "bold green"
@@ -35,9 +37,12 @@ class GenerateConfig:
     prompt: str
     """The user's message (or, with `raw`, the text to go on from)."""
     model: str | None = None
-    """Export folder or Hub id of a drafter; without it the target decodes on its own."""
+    """Export folder or Hub id of a drafter; or, for any target and without training, ngram, suffix, recycling, lookahead
+    or lm:MODEL (folder or Hub id of a small language model); without it the target decodes on its own."""
     target: str | None = None
-    """Hub id, folder, GGUF file or built-in name of the target; by default the one that `model` names."""
+    """Hub id, folder, GGUF file or built-in name of the target; by default the one that an export names."""
+    drafter: FreeSettings = field(default_factory=FreeSettings)
+    """Settings of the training-free drafters."""
     revision: str | None = None
     """Revision of `model` on the Hub."""
     target_revision: str | None = None
@@ -53,17 +58,29 @@ class GenerateConfig:
     k: int = DecodeConfig.k
     """Tokens drafted per pass, at most what the drafter has."""
     tree: str = DecodeConfig.tree
-    """Shape of the draft: chain, static or dynamic."""
+    """Shape of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped or ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
-    """Most nodes of a static or dynamic tree."""
+    """Most nodes of a tree that is no chain."""
     width: int = DecodeConfig.width
-    """Most candidates per node of a static or dynamic tree."""
+    """Most candidates per node of a tree."""
+    threshold: float | None = DecodeConfig.threshold
+    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default."""
+    prompt_rows: int | None = DecodeConfig.prompt_rows
+    """Most rows of prompt tokens in a verification (drafters that have them); null = as many as the nodes can have."""
     verifier: str = DecodeConfig.verifier
     """Acceptance rule; `auto` takes the exact one that fits. What each promises: inference/README.md."""
     fixed_width: int | None = DecodeConfig.fixed_width
-    """Rows of every verification (chains; k + 1 or more): bit-identical to plain decoding of the same width."""
+    """Rows of every verification (chains; k + 1 and prompt rows, or more): bit-identical to plain decoding at that width."""
     allow_lossy: bool = False
     """Permit a rule that does not keep the target's distribution."""
+    typical_epsilon: float = DecodeConfig.typical_epsilon
+    """Rule `typical`: ceiling of its floor."""
+    typical_delta: float = DecodeConfig.typical_delta
+    """Rule `typical`: share of exp(-entropy) in its floor."""
+    fuzzy_threshold: float = DecodeConfig.fuzzy_threshold
+    """Rule `fuzzy`: total variation of target and draft up to which drafts are kept."""
+    entropy_tolerance: float = DecodeConfig.entropy_tolerance
+    """Rule `entropy`: most that it adds to a chance of acceptance."""
     temperature: float = SamplingParams.temperature
     """0 = greedy."""
     top_k: int = SamplingParams.top_k
@@ -103,10 +120,20 @@ def run_generate(cfg: GenerateConfig) -> None:
         ValueError: neither model nor target, a drafter that does not fit the target, settings that cannot be meant.
     """
     sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
-    export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model else None
+    refuse_idle_settings(cfg.drafter, [cfg.model])
+    free = is_free(cfg.model)
+    export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model and not free else None
     name = cfg.target or (export["target"]["name"] if export else None)
     if name is None:
-        raise ValueError("nothing to decode with: give --model EXPORT (a drafter) or --target NAME (plain decoding)")
+        raise ValueError(
+            f"{cfg.model} drafts for any target and names none: add --target NAME"
+            if free
+            else "nothing to decode with: give --model EXPORT (a drafter) or --target NAME (plain decoding)"
+        )
+    kind = class_of(cfg.model, export) if cfg.model else None
+    if kind is not None:
+        refuse_tree(kind, decode)
+    refuse_rule(kind, decode, [sampling])
     target = load_target(
         name,
         dtype=cfg.dtype,
@@ -114,7 +141,11 @@ def run_generate(cfg: GenerateConfig) -> None:
         revision=cfg.target_revision or (export["target"].get("revision") if export and not cfg.target else None),
         trust_remote_code=cfg.trust_remote_code,
     )
-    drafter = load_drafter(cfg.model, target, revision=cfg.revision) if cfg.model else None
+    drafter: Any = None
+    if cfg.model and free:
+        drafter = free_drafter(cfg.model, target, cfg.drafter)
+    elif cfg.model:
+        drafter = load_drafter(cfg.model, target, revision=cfg.revision)
     console = Console(highlight=False)
     ids = prompt_ids(target, cfg)
     trained = export["train_length"] if export else None
@@ -127,7 +158,7 @@ def run_generate(cfg: GenerateConfig) -> None:
         )
     start = time.perf_counter()
     result = answer(target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
-    for line in summary(result, time.perf_counter() - start, drafter):
+    for line in summary(result, time.perf_counter() - start, drafter, decode):
         console.print(visible(line), style="dim", soft_wrap=True)
 
 
@@ -235,24 +266,31 @@ def decode_of(cfg: GenerateConfig) -> DecodeConfig:
         tree=cfg.tree,
         nodes=cfg.nodes,
         width=cfg.width,
+        threshold=cfg.threshold,
+        prompt_rows=cfg.prompt_rows,
         verifier=cfg.verifier,
         fixed_width=cfg.fixed_width,
         allow_lossy=cfg.allow_lossy,
+        typical_epsilon=cfg.typical_epsilon,
+        typical_delta=cfg.typical_delta,
+        fuzzy_threshold=cfg.fuzzy_threshold,
+        entropy_tolerance=cfg.entropy_tolerance,
     )
 
 
-def rule_line(rule: str) -> str:
-    """The acceptance rule with its promise: `exact` or `not exact`, and the condition."""
+def rule_line(rule: str, decode: DecodeConfig) -> str:
+    """The acceptance rule with its promise: `exact` or `not exact`, the condition, and its settings."""
     if rule not in VERIFIERS:
         return "acceptance rule: none, plain decoding (exact)"
     verifier = VERIFIERS[rule]
-    return f"acceptance rule: {rule} ({'exact' if verifier.exact else 'not exact'}; {verifier.condition})"
+    settings = "".join(f", {name}={getattr(decode, name):g}" for name in verifier.settings)
+    return f"acceptance rule: {rule} ({'exact' if verifier.exact else 'not exact'}; {verifier.condition}){settings}"
 
 
-def summary(result: Result, seconds: float, drafter: Any) -> Sequence[str]:
+def summary(result: Result, seconds: float, drafter: Any, decode: DecodeConfig) -> Sequence[str]:
     """Rule and statistics of one answer."""
     stats: Stats = result.stats
-    lines = [rule_line(stats.rule)]
+    lines = [rule_line(stats.rule, decode)]
     rate = f"{len(result.ids) / seconds:.1f} tokens/s" if seconds else "no time"
     lines.append(
         f"{len(result.ids)} tokens in {seconds:.2f} s ({rate}, prompt of {stats.prompt_tokens} tokens included), "

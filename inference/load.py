@@ -13,14 +13,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..models import METHODS
+from ..models import METHODS, TRAINING_FREE, FreeSettings
+from ..models.draft_model import load_draft_model
 from ..models.drafter import Drafter, TargetFacts
 from .card import HUB_ID
 from .exporters import EXPORTERS
@@ -39,9 +41,11 @@ from .exporters.layout import FORMAT, Unpacked
 if TYPE_CHECKING:
     from ..models.target import Target
 
+PLAIN_MODEL = "lm:"
 PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 NEEDED = ("format", "method", "target", "config", "taps", "taps_convention", "train_length")
 SHARED_FACTS = ("width", "vocab", "tokens", "layers", "max_positions")  # must be the target's own, exactly
+SHARED_IDS = ("vocab", "tokens")  # of drafters that read text alone: any target with the same tokenizer will do
 
 
 def resolve(name: str, revision: str | None = None) -> Path:
@@ -116,6 +120,37 @@ def verify_folder(folder: Path, config: Mapping[str, Any] | None = None) -> dict
     return tensors
 
 
+def is_free(name: str | None) -> bool:
+    """Whether a drafter of this name needs no export: a key of TRAINING_FREE, or `lm:` before an ordinary checkpoint."""
+    return name is not None and (name in TRAINING_FREE or name.startswith(PLAIN_MODEL))
+
+
+def class_of(name: str, export: Mapping[str, Any] | None) -> Any:
+    """The class of a drafter that is not loaded yet: by its name if it is free, else by its export's `draftsmith` key."""
+    if export is not None:
+        return METHODS[export["method"]]
+    return TRAINING_FREE.get(name, METHODS["draft_model"])
+
+
+def free_drafter(name: str, target: Target, settings: FreeSettings | None = None) -> Any:
+    """The training-free drafter of this name, for any target: one of TRAINING_FREE, or the language model (folder or Hub
+    id) behind `lm:`, as it stands."""
+    if name.startswith(PLAIN_MODEL):
+        return load_draft_model(name.removeprefix(PLAIN_MODEL), target)
+    drafter = TRAINING_FREE[name](getattr(settings or FreeSettings(), name), target.facts)
+    drafter.bind(target)
+    return drafter
+
+
+def refuse_idle_settings(settings: FreeSettings, names: Sequence[str | None]) -> None:
+    """Settings of a training-free drafter that takes no part (`names` do) are a mistake: ValueError."""
+    for name in TRAINING_FREE:
+        if name not in names and getattr(settings, name) != getattr(FreeSettings(), name):
+            raise ValueError(
+                f"drafter.{name} is set, but {name} drafts nothing here: add --model {name}, or leave it out"
+            )
+
+
 def load_drafter(name: str, target: Target, *, revision: str | None = None) -> Drafter:
     """A drafter ready to run beside `target`: on its device, in its dtype, frozen.
 
@@ -139,6 +174,8 @@ def build_drafter(folder: Path, config: Mapping[str, Any], target: Target) -> Dr
         raise ValueError(f"{folder}: taps {ours['taps']} are declared, the method's settings give {list(drafter.taps)}")
     if unpacked.target_head is not None:
         refuse_other_head(unpacked, target, str(folder))
+    if unpacked.target_embed is not None:
+        refuse_other_embeddings(unpacked, target, str(folder))
     load_state(drafter, unpacked.state, str(folder))
     drafter.bind(target)
     return drafter.to(device=target.device, dtype=target.dtype).requires_grad_(False).eval()
@@ -152,6 +189,19 @@ def refuse_other_head(unpacked: Unpacked, target: Target, where: str) -> None:
     if not torch.allclose(rows.float().cpu(), stored.float(), rtol=2**-7, atol=1e-6):
         raise ValueError(
             f"{where}: the shared lm_head.weight is not the head of {target.facts.name}; it was made for another"
+        )
+
+
+def refuse_other_embeddings(unpacked: Unpacked, target: Target, where: str) -> None:
+    """The same of an embedding table, whose rows `own_rows` are the drafter's."""
+    stored = unpacked.target_embed
+    assert stored is not None
+    table = target.embed(torch.arange(len(stored), device=target.device)).float().cpu()
+    others = torch.ones(len(stored), dtype=torch.bool)
+    others[list(unpacked.own_rows)] = False
+    if not torch.allclose(table[others], stored[others].float(), rtol=2**-7, atol=1e-6):
+        raise ValueError(
+            f"{where}: embed_tokens.weight is not the table of {target.facts.name}; it was made for another"
         )
 
 
@@ -175,14 +225,20 @@ def load_state(drafter: Any, state: Mapping[str, torch.Tensor], where: str) -> N
 
 def read_method_config(ours: Mapping[str, Any]) -> Any:
     """The method's own frozen Config from the export, unknown and missing keys refused by name."""
-    kind = METHODS[ours["method"]].Config
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    given = ours["config"]
+    return _read_settings(METHODS[ours["method"]].Config, ours["config"], ours["method"], "draftsmith.config")
+
+
+def _read_settings(kind: Any, given: Mapping[str, Any], method: str, where: str) -> Any:
+    """An instance of a settings class, those inside it included."""
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(kind)}
     if unknown := sorted(set(given) - set(fields)):
-        raise ValueError(
-            f"config.json: draftsmith.config has {', '.join(unknown)}, unknown to method {ours['method']!r}"
-        )
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+        raise ValueError(f"config.json: {where} has {', '.join(unknown)}, unknown to method {method!r}")
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(fields[name]):
+            values[name] = _read_settings(fields[name], value, method, f"{where}.{name}")
+    return kind(**values)
 
 
 def facts_of(drafter_facts: TargetFacts) -> dict[str, Any]:
@@ -195,18 +251,19 @@ def refuse_other_target(config: Mapping[str, Any], facts: TargetFacts) -> None:
     ours = config["draftsmith"]
     stated = ours["target"]
     now = facts_of(facts)
+    reads_text_alone = METHODS[ours["method"]].draft_needs <= {"ids"}
     faults = [
         f"{name}: head {stated.get(name)!r}, target {now[name]!r}"
-        for name in SHARED_FACTS
+        for name in (SHARED_IDS if reads_text_alone else SHARED_FACTS)
         if stated.get(name) != now[name]
     ]
     if stated.get("tokenizer_hash") and facts.tokenizer_hash and stated["tokenizer_hash"] != facts.tokenizer_hash:
         faults.append(f"tokenizer: head {stated['tokenizer_hash'][:12]}, target {facts.tokenizer_hash[:12]}")
-    if plain_rope(stated.get("rope")) != plain_rope(facts.rope):
+    if not reads_text_alone and plain_rope(stated.get("rope")) != plain_rope(facts.rope):
         faults.append(f"rope: head {plain_rope(stated.get('rope'))}, target {plain_rope(facts.rope)}")
     if outside := [k for k in ours["taps"] if not 0 <= k <= facts.layers]:
         faults.append(f"taps: head {outside}, target has h[0] to h[{facts.layers}]")
-    if (length := ours["train_length"]) and length > facts.max_positions:
+    if not reads_text_alone and (length := ours["train_length"]) and length > facts.max_positions:
         faults.append(f"training length: head {length}, target {facts.max_positions} positions")
     if faults:
         raise ValueError(f"this head was made for {stated.get('name')}, not for {facts.name}; " + "; ".join(faults))

@@ -44,7 +44,7 @@ class PushConfig:
 def refuse_misleading_name(name: str, method: str) -> None:
     """vLLM reads method words in a draft's path and lets them override what it was told, unless the method is one
     of its own EAGLE or DFlash kinds; a Medusa head in such a path is loaded as something else."""
-    if method not in ("eagle", "eagle3") and (found := OVERRIDING.search(name)):
+    if method not in ("eagle", "eagle3", "peagle", "dflash", "dspark") and (found := OVERRIDING.search(name)):
         raise ValueError(
             f"{name!r} contains {found[0]!r}: vLLM would load a {method} head there as another method; choose a name "
             "without eagle-, eagle3, dflash and dspark"

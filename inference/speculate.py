@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..kernels import rng
 from ..losses.probs import History, ParamRows, SamplingParams, draw, probs, top
-from ..models.drafter import Commit, Prefill
+from ..models.drafter import Budget, Commit, ExtraOut, Prefill, Verified
 from ..models.tree import Tree
 from . import verify
 from .commit import Event, Request, Result
-from .trees import TREES, Draft, Plan, check_choices
+from .trees import TREES, Draft, Plan, check_choices, fits, with_prompts
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,26 @@ class DecodeConfig:
 
     Args:
         k: depth of the draft, cut to what the drafter has; with `choices` their own depth counts.
-        tree: chain, static (a template of choices) or dynamic (EAGLE-2).
-        nodes: nodes of a static default template or a dynamic tree, at most.
-        width: candidates per node in a dynamic tree and in the static default template, at most.
+        tree: a key of TREES (inference/README.md says what each is).
+        nodes: nodes of a tree that is no chain, at most.
+        width: candidates per node, at most (opt and best_first take as many as there are nodes).
         choices: template of a static tree, for example [[0], [1], [0, 0]]; none = the default one.
+        threshold: cut: a chain ends before the first token that the drafter is less sure of; opt: no deeper layer once
+            one adds no more expected tokens than this. None = the tree's own default.
+        chances: of ppd, by depth the chance of each rank to be right (`Stats.ranks` over `tried`); none = the drafter's
+            `chances` if it has them, or those of a typical drafter.
+        prompt_rows: prompt rows of a drafter with prompt tokens in every verification, at most. None = all that the nodes
+            can have; ppd then shares `nodes` rows between nodes and prompt tokens.
         verifier: auto, or a key of VERIFIERS (inference/README.md lists what each promises).
-        fixed_width: rows that every verification has (k + 1 or more, chains only); plain decoding padded to the same
-            width gives the same bits. None = as many as needed.
+        fixed_width: rows that every verification has (k + 1 and the prompt rows, or more; chains only); plain decoding
+            padded to the same width gives the same bits. None = as many as needed.
         draft_temperature: temperature of drafting for requests that sample; none = the request's own.
         allow_lossy: permit verifiers that change the target's distribution.
         max_rows: requests decoded together.
-        typical_epsilon: ceiling of the floor of typical acceptance (Medusa's default).
-        typical_delta: share of exp(-entropy) in the floor of typical acceptance (Medusa's default).
+        typical_epsilon: ceiling of the floor of typical acceptance (Medusa's llm_judge README).
+        typical_delta: share of exp(-entropy) in the floor of typical acceptance (Medusa's llm_judge README).
+        fuzzy_threshold: total variation of p and q up to which fuzzy acceptance keeps drafts (ours).
+        entropy_tolerance: most that entropy-aware acceptance adds to a chance (ours).
         keep_logits: return the target's logits that every id was chosen from (memory: V numbers per id).
     """
 
@@ -53,6 +61,9 @@ class DecodeConfig:
     nodes: int = 24
     width: int = 4
     choices: tuple[tuple[int, ...], ...] | None = None
+    threshold: float | None = None
+    chances: tuple[tuple[float, ...], ...] | None = None
+    prompt_rows: int | None = None
     verifier: str = "auto"
     fixed_width: int | None = None
     draft_temperature: float | None = None
@@ -60,6 +71,8 @@ class DecodeConfig:
     max_rows: int = 8
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
+    fuzzy_threshold: float = 0.1
+    entropy_tolerance: float = 0.1
     keep_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -75,16 +88,94 @@ class DecodeConfig:
                 f"decode: verifier={self.verifier!r} changes the target's distribution: "
                 "add allow_lossy=true (--allow-lossy)"
             )
+        for name in ("typical_epsilon", "typical_delta", "fuzzy_threshold", "entropy_tolerance"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"decode: {name}={getattr(self, name)}, must be in [0, 1]")
+        builder = TREES[self.tree]
+        single = self.width == 1 or self.nodes == 1 or (self.choices is not None and not any(map(any, self.choices)))
+        chain = True if builder.chain else None if single else False
+        drawn = None if builder.draws and self.draft_temperature != 0 else False
+        verify.refuse_misfit(self.verifier, self.allow_lossy, None, drawn, chain)
         if self.choices is not None:
             if self.tree != "static":
                 raise ValueError(f"decode: choices are for tree='static', this is tree={self.tree!r}")
             check_choices(self.choices)
+        if self.threshold is not None:
+            if TREES[self.tree].threshold is None:
+                having = ", ".join(name for name, builder in TREES.items() if builder.threshold is not None)
+                raise ValueError(f"decode: threshold is for the trees {having}, this is tree={self.tree!r}")
+            if not 0 <= self.threshold <= 1:
+                raise ValueError(f"decode: threshold={self.threshold}, must lie in [0, 1]")
+        if self.chances is not None:
+            if self.tree != "ppd":
+                raise ValueError(f"decode: chances are for tree='ppd', this is tree={self.tree!r}")
+            if not self.chances or not all(row and min(row) >= 0 and sum(row) <= 1 + 1e-6 for row in self.chances):
+                raise ValueError(
+                    f"decode: chances={self.chances}: give per depth the chances of the ranks, which sum to 1 at most"
+                )
+        if self.prompt_rows is not None and self.prompt_rows < 1:
+            raise ValueError(f"decode: prompt_rows={self.prompt_rows}, must be an integer >= 1")
         if self.draft_temperature is not None and not 0 <= self.draft_temperature < float("inf"):
             raise ValueError(f"decode: draft_temperature={self.draft_temperature}, must be a finite number >= 0")
         if self.fixed_width is not None and self.fixed_width < 1:
             raise ValueError(f"decode: fixed_width={self.fixed_width}, must be an integer >= 1")
-        if self.fixed_width is not None and self.tree != "chain":
-            raise ValueError(f"decode: fixed_width is for tree='chain', this is tree={self.tree!r}")
+        if self.fixed_width is not None and not TREES[self.tree].chain:
+            raise ValueError(f"decode: fixed_width is for chains (tree='chain' or 'cut'), this is tree={self.tree!r}")
+
+
+def plan_of(drafter: Any, decode: DecodeConfig, vocab: int, tokens: int) -> Plan | None:
+    """How this drafter's trees are built for a target with `vocab` embeddings and `tokens` ids; None where it makes its
+    own (`propose`). Raises ValueError for a tree that it cannot grow."""
+    refuse_tree(drafter, decode)
+    if hasattr(drafter, "propose"):
+        return None
+    limits = [x for x in (drafter.max_depth, drafter.parallel if drafter.parallel > 1 else None) if x is not None]
+    known = tokens if drafter.d2t_W is None else drafter.d2t_W.shape[0]
+    limit = min(limits) if limits else None
+    plan = Plan.make(decode.tree, decode.k, decode.width, decode.nodes, decode.choices, limit, known, decode.threshold)
+    chances = decode.chances if decode.chances is not None else getattr(drafter, "chances", None)
+    return plan.with_prompts(getattr(drafter, "prompts", None), decode.prompt_rows, vocab, chances)
+
+
+def refuse_tree(drafter: Any, decode: DecodeConfig) -> None:
+    """ValueError for a tree that the drafter (or, before there is one, any of its class) cannot grow."""
+    if hasattr(drafter, "propose"):
+        if not fits(decode.tree, drafter) or decode.choices is not None:
+            raise ValueError(
+                f"tree={decode.tree!r}, choices={decode.choices}: this drafter proposes drafts of its own, as a chain or "
+                "a tree: use tree='chain', or 'static' without choices"
+            )
+    elif not fits(decode.tree, drafter):
+        raise ValueError(
+            f"tree={decode.tree!r} needs a drafter that gives the levels of all depths at once, and this one is asked "
+            f"level by level: use one of {', '.join(name for name in TREES if fits(name, drafter))}"
+        )
+
+
+def refuse_rule(drafter: Any, decode: DecodeConfig, params: Sequence[SamplingParams]) -> None:
+    """ValueError for a rule that does not fit requests decoded together, or what the drafter (or its class; None = no
+    drafter) makes of them."""
+    hot = any(p.temperature > 0 for p in params)
+    draws = hot and decode.draft_temperature != 0 and drafter is not None and not hasattr(drafter, "propose")
+    verify.refuse_misfit(decode.verifier, decode.allow_lossy, hot, None if draws else False)
+
+
+def chain_width(drafter: Any, decode: DecodeConfig) -> int | None:
+    """The least `fixed_width` of a drafter's chains of depth k; None where no width gives the bits of plain decoding,
+    because the drafter's prefix adds keys."""
+    if getattr(drafter, "prefix_kv", None) is not None:
+        return None
+    extra = getattr(drafter, "extra_rows", 0)
+    if not hasattr(drafter, "propose"):
+        chain = Plan.make("chain", decode.k, 1, decode.k, None, None, 1)
+        extra = chain.with_prompts(getattr(drafter, "prompts", None), decode.prompt_rows, 0, None).extra
+    return max(1 + decode.k + extra, rows_written(drafter))
+
+
+def rows_written(drafter: Any) -> int:
+    """Rows of the passes of its own that a drafter which reads the target's cache writes behind the text, to be
+    overwritten; 0 for all others."""
+    return drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
 
 
 def generate(
@@ -133,6 +224,8 @@ def _run(
         raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one per prompt")
     for i, prompt in enumerate(prompts):
         _check_prompt(target, i, prompt, each[i])
+    for first in range(0, len(prompts), decode.max_rows):
+        refuse_rule(drafter, decode, each[first : first + decode.max_rows])
     was_training = drafter is not None and getattr(drafter, "training", False)
     if was_training:
         drafter.eval()
@@ -223,7 +316,8 @@ class _Pass:
     depths_BM: Tensor  # 0 = anchor
     start_B1: Tensor  # the anchor's position
     see_BMM: Tensor | None  # None = a chain
-    last_hidden_BTD: Tensor  # T >= M: a fixed width pads
+    hung_BE: Tensor | None  # the node that each extra row hangs on
+    last_hidden_BTD: Tensor  # T >= M: extra rows follow, and a fixed width pads
     taps_BTPD: Tensor | None
     logits_BMV: Tensor
     chain: bool
@@ -241,20 +335,26 @@ class _Batch:
         self.ledger = _Ledger(requests, self.params, facts.vocab, facts.tokens, self.device)
         self.seeds_B = torch.tensor([r.seed for r in requests], device=self.device)
         self.rounds_B = torch.zeros_like(self.seeds_B)
-        self.plan = self._plan()
-        self.budget = decode.k if decode.tree == "chain" else decode.nodes  # of drafters that propose
-        nodes = self.plan.nodes if self.plan is not None else self.budget
-        if decode.fixed_width is not None and drafter is not None and nodes + 1 > decode.fixed_width:
-            raise ValueError(
-                f"fixed_width={decode.fixed_width} is less than the {nodes + 1} rows of a verification with k={nodes}: "
-                f"use fixed_width={nodes + 1} (here and in plain decoding), or k={decode.fixed_width - 1}"
-            )
+        self.plan = None if drafter is None else plan_of(drafter, decode, facts.vocab, facts.tokens)
+        chain = TREES[decode.tree].chain
+        # Of drafters that propose:
+        self.budget = Budget(decode.k if chain else decode.nodes, decode.k, 1 if chain else decode.width)
+        nodes, extra = self.budget.nodes, getattr(drafter, "extra_rows", 0)
+        if self.plan is not None:
+            nodes, extra = self.plan.nodes, self.plan.extra
+        elif drafter is None:
+            nodes = 0
+        self.prefix_kv: Tensor | None = getattr(drafter, "prefix_kv", None)
+        self.table_XD: Tensor | None = getattr(drafter, "extra_table_XD", None)
+        written = rows_written(drafter)
+        self._check_width(nodes, extra, written)
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
-        self.slots = longest + (decode.fixed_width or (nodes + 1 if drafter is not None else 1))
+        behind = 0 if self.prefix_kv is None else self.prefix_kv.shape[3]
+        self.slots = longest + max(decode.fixed_width or 1 + nodes + extra + behind, written)
         # A drafter keeps what it was asked to extend, which may be more than what stayed in the tree.
         asked, depth = nodes, nodes
         if self.plan is not None:
-            asked, depth = max(nodes, (self.plan.depth - 1) * self.plan.width), self.plan.depth
+            asked, depth = max(nodes, self.plan.asked), self.plan.depth
         self.draft_slots = longest + depth + 1 + asked
         # Rows are bit-identical only over equally many keys as well: read all slots, not as far as the longest row.
         self.cache = target.new_cache(len(requests), self.slots, read_all=decode.fixed_width is not None)
@@ -269,14 +369,27 @@ class _Batch:
         self.commit: Commit | None = None
         self.anchors_B = torch.zeros_like(self.seeds_B)
 
-    def _plan(self) -> Plan | None:
-        d, decode = self.drafter, self.decode
-        if d is None or hasattr(d, "propose"):
-            return None
-        limits = [x for x in (d.max_depth, d.parallel if d.parallel > 1 else None) if x is not None]
-        vocab = self.target.facts.tokens if d.d2t_W is None else d.d2t_W.shape[0]
-        limit = min(limits) if limits else None
-        return Plan.make(decode.tree, decode.k, decode.width, decode.nodes, decode.choices, limit, vocab)
+    def _check_width(self, nodes: int, extra: int, written: int) -> None:
+        """Refuse a fixed width that the passes do not fit."""
+        width, rows = self.decode.fixed_width, nodes + extra + 1
+        if width is None or self.drafter is None:
+            return
+        if self.prefix_kv is not None:
+            raise ValueError(
+                f"fixed_width={width}: this drafter's prefix adds keys that plain decoding has not, so equal width does "
+                "not make equal bits: leave fixed_width unset"
+            )
+        if written > width:
+            raise ValueError(
+                f"fixed_width={width} is less than the {written} rows of the drafter's own passes, which would need more "
+                f"slots than plain decoding has: use fixed_width={written} (here and in plain decoding)"
+            )
+        if rows > width:
+            less = f", or k={width - 1}" if not extra else ""
+            raise ValueError(
+                f"fixed_width={width} is less than the {rows} rows of a verification with k={nodes}: "
+                f"use fixed_width={rows} (here and in plain decoding){less}"
+            )
 
     @property
     def running(self) -> bool:
@@ -334,7 +447,9 @@ class _Batch:
         clock = self._spend("verify", clock)
         choice, rule = self._choose(tree, passed)
         events = self._commit_tokens(tree, passed, choice, rule)
-        self._keep(passed, choice)
+        self._keep(tree, passed, choice)
+        if "teacher" in getattr(self.drafter, "draft_needs", ()):
+            self._show(tree, passed)
         self._spend("commit", clock)
         return events
 
@@ -346,38 +461,79 @@ class _Batch:
         sampled = self.draft_params.hot and self._wants_rows()
         draft = Draft(self.draft_params, self.ledger.at, sampled, self.seeds_B, self.rounds_B)
         if self.plan is None:
-            self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.draft_params, draft)
+            self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.params, draft)
             return tree
         self.state, level = self.drafter.start(self.state, self.commit)
         self.state, tree = TREES[self.plan.tree].build(self.drafter, self.state, level, draft, self.plan)
-        return tree
+        return with_prompts(tree, self.plan)
 
     def _wants_rows(self) -> bool:
         """Whether siblings are to be drawn: where the rule can use their q."""
         name = self.decode.verifier
-        return self.decode.tree != "dynamic" and (name == "auto" or verify.VERIFIERS[name].q == "rows")
+        return TREES[self.decode.tree].draws and (name == "auto" or verify.VERIFIERS[name].wants_rows)
 
     def _verify(self, tree: Tree) -> _Pass:
-        """Run the anchor and the nodes through the target."""
+        """Run the anchor, the nodes and the extra rows through the target."""
         b, n = tree.tokens_BN.shape
-        chain = n == 0 or (tree.is_chain() if self.plan is None else self.plan.tree == "chain")
+        chain = n == 0 or (tree.is_chain() if self.plan is None else TREES[self.plan.tree].chain)
         ids_BM = torch.cat([self.anchors_B[:, None], tree.tokens_BN], 1)
         depths_BM = torch.nn.functional.pad(tree.depths_BN, (1, 0))
         start_B1 = self.cache.lengths_B[:, None].clone()
-        padded_BM, at_BM = ids_BM, start_B1 + depths_BM
+        ids_BT, depths_BT, extra = ids_BM, depths_BM, tree.extra
+        if extra is not None:
+            ids_BT, depths_BT = torch.cat([ids_BT, extra.ids_BE], 1), torch.cat([depths_BT, extra.depths_BE], 1)
+        missing = 0
         if self.decode.fixed_width is not None:
-            missing = self.decode.fixed_width - n - 1
+            missing = self.decode.fixed_width - ids_BT.shape[1]
             if not chain or missing < 0:
                 raise ValueError(
                     f"fixed_width={self.decode.fixed_width}: the drafter proposed {n} nodes that are not a chain of at "
                     "most fixed_width - 1; lower k or leave fixed_width unset"
                 )
-            padded_BM = torch.cat([ids_BM, self.anchors_B[:, None].expand(b, missing)], 1)
-            at_BM = start_B1 + torch.arange(self.decode.fixed_width, device=self.device)
+            ids_BT = torch.cat([ids_BT, self.anchors_B[:, None].expand(b, missing)], 1)
+            rest_T = torch.arange(ids_BT.shape[1] - missing, ids_BT.shape[1], device=self.device)
+            depths_BT = torch.cat([depths_BT, rest_T.expand(b, missing)], 1)
         see_BMM = None if chain else tree.visible()
-        out = self.target.forward(padded_BM, at_BM, cache=self.cache, see_BTA=see_BMM, taps=self.taps)
-        logits_BMV = self.target.head(out.last_hidden_BTD)[:, : n + 1]
-        return _Pass(ids_BM, depths_BM, start_B1, see_BMM, out.last_hidden_BTD, out.taps_BTPD, logits_BMV, chain)
+        see_BTA, hung_BE = see_BMM, None
+        if extra is not None:
+            see_BTA, hung_BE = self._sight(tree, tree.visible() if see_BMM is None else see_BMM, missing)
+        options = {} if self.prefix_kv is None or extra is None else {"prefix_kv": self.prefix_kv}
+        # Drafts beyond the target's last position are beyond every budget, and some targets refuse to read them.
+        positions_BT = (start_B1 + depths_BT).clamp(max=self.target.facts.max_positions - 1)
+        out = self.target.forward(
+            self._inputs(ids_BT), positions_BT, cache=self.cache, see_BTA=see_BTA, taps=self.taps, **options
+        )
+        hidden_BTD = out.last_hidden_BTD
+        if self.decode.fixed_width is None:
+            hidden_BTD = hidden_BTD[:, : n + 1]  # of extra rows the drafter wants the hidden states alone
+        logits_BMV = self.target.head(hidden_BTD)[:, : n + 1]
+        return _Pass(
+            ids_BM, depths_BM, start_B1, see_BMM, hung_BE, out.last_hidden_BTD, out.taps_BTPD, logits_BMV, chain
+        )
+
+    def _sight(self, tree: Tree, see_BMM: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+        """What the rows of a pass with extra rows see of each other and of the prefix, bool [B, T, T + P]; and the node
+        that each extra row hangs on."""
+        assert tree.extra is not None
+        b, m, _ = see_BMM.shape
+        t = m + tree.extra.ids_BE.shape[1]
+        see_BEX, hung_BE = tree.extra.place(see_BMM)
+        prefix = 0 if self.prefix_kv is None else self.prefix_kv.shape[3]
+        see_BTA = torch.eye(t + padding, dtype=torch.bool, device=self.device).repeat(b, 1, 1)
+        see_BTA[:, :m, :m], see_BTA[:, m:t, :t] = see_BMM, see_BEX
+        see_BTA = torch.nn.functional.pad(see_BTA, (0, prefix))
+        see_BTA[:, m:t, t + padding :] = True
+        return see_BTA, hung_BE
+
+    def _inputs(self, ids_BT: Tensor) -> Tensor:
+        """Ids as they are; embeddings [B, T, D] where ids from V on name rows of the drafter's table."""
+        if self.table_XD is None:
+            return ids_BT
+        vocab = self.target.facts.vocab
+        ours_BT = ids_BT >= vocab
+        embed_BTD = self.target.embed(ids_BT.masked_fill(ours_BT, 0))
+        table_BTD = self.table_XD.to(embed_BTD.dtype)[(ids_BT - vocab).clamp(min=0)]
+        return torch.where(ours_BT[:, :, None], table_BTD, embed_BTD)
 
     def _choose(self, tree: Tree, passed: _Pass) -> tuple[verify.Choice, str]:
         """Apply the verifier to the logits of the anchor and the nodes."""
@@ -394,10 +550,7 @@ class _Batch:
         if rule.greedy_only:
             return rule.choose(tree, rule.probabilities(tree, top(flat_XV, params, history).view(b, m)), None), name
         p_BMV = probs(flat_XV, params, history).view(b, m, v)
-        if name == "typical":
-            odds = verify.typical_odds(tree, p_BMV, decode.typical_epsilon, decode.typical_delta)
-        else:
-            odds = rule.probabilities(tree, p_BMV)
+        odds = rule.probabilities(tree, p_BMV, *(getattr(decode, setting) for setting in rule.settings))
         return rule.choose(tree, odds, self._coins(m, passed.depths_BM)), name
 
     def _coins(self, m: int, depths_BM: Tensor) -> verify.Coins:
@@ -440,7 +593,16 @@ class _Batch:
                 request.stats.rule = rule
         return events
 
-    def _keep(self, passed: _Pass, choice: verify.Choice) -> None:
+    def _extra_out(self, tree: Tree, passed: _Pass, choice: verify.Choice) -> ExtraOut | None:
+        """What the extra rows computed, for the drafter."""
+        if tree.extra is None or passed.hung_BE is None:
+            return None
+        m = passed.ids_BM.shape[1]
+        rows = slice(m, m + passed.hung_BE.shape[1])
+        taps = None if passed.taps_BTPD is None else passed.taps_BTPD[:, rows]
+        return ExtraOut(tree.extra, passed.hung_BE, choice.stop_B, passed.last_hidden_BTD[:, rows], taps)
+
+    def _keep(self, tree: Tree, passed: _Pass, choice: verify.Choice) -> None:
         """Keep the accepted rows in the cache and for the drafter; a request that is done keeps nothing more."""
         live_B = torch.tensor([r.stop_reason is None for r in self.requests], device=self.device)
         keep_B = torch.where(live_B, choice.counts_B + 1, 0)
@@ -458,9 +620,16 @@ class _Batch:
             ids_BA, hidden = passed.ids_BM.gather(1, path_BA), hidden[rows_B1, path_BA]
             taps = None if taps is None else taps[rows_B1, path_BA]
         positions_BA = passed.start_B1 + torch.arange(a, device=self.device)
-        self.commit = Commit(ids_BA, keep_B, positions_BA, choice.token_B, taps, hidden, kv=self.cache)
+        extra_out = self._extra_out(tree, passed, choice)
+        self.commit = Commit(ids_BA, keep_B, positions_BA, choice.token_B, taps, hidden, self.cache, extra_out)
         self.anchors_B = choice.token_B
         self.rounds_B += live_B
+
+    def _show(self, tree: Tree, passed: _Pass) -> None:
+        """Hand a drafter that learns from rejected candidates too what the target said after every row."""
+        assert self.commit is not None
+        valid_BM = torch.nn.functional.pad(tree.valid_BN, (1, 0), value=True) & (self.commit.counts_B > 0)[:, None]
+        self.commit.verified = Verified(passed.ids_BM, valid_BM, passed.logits_BMV)
 
     def _wants_logits(self, request: Request) -> bool:
         return self.decode.keep_logits or request.params.logprobs

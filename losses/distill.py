@@ -123,6 +123,11 @@ def tv(rows: Rows) -> Tensor:
     return 1 - accept(rows)
 
 
+def l1(rows: Rows) -> Tensor:
+    """[R] sum |p - q| over all ids: 2 TV (what DeepSpec's recipes weigh)."""
+    return 2 * tv(rows)
+
+
 def neg_log_accept(rows: Rows) -> Tensor:
     """[R] -log sum min(p, q) (LK losses, the likelihood form)."""
     return -accept(rows).clamp(min=SMALLEST_ACCEPT).log()
@@ -152,6 +157,7 @@ ON_DISTRIBUTIONS: dict[str, Callable[[Rows], Tensor]] = {
     "reverse_kl": reverse_kl,
     "jsd": jsd,
     "tv": tv,
+    "l1": l1,
     "neg_log_accept": neg_log_accept,
     "lk": lk,
     "topk_ce": topk_ce,
@@ -212,7 +218,13 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_RW: Tensor, teacher: Teacher, terms: tuple[tuple[float, str], ...], oov: Oov, block: int
+        ctx: Any,
+        logits_RW: Tensor,
+        teacher: Teacher,
+        terms: tuple[tuple[float, str], ...],
+        oov: Oov,
+        block: int,
+        weight_R: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         need = logits_RW.requires_grad
         grad_RW = torch.empty_like(logits_RW) if need else None
@@ -220,19 +232,21 @@ class _Fused(torch.autograd.Function):
         for lo in range(0, logits_RW.shape[0], block):
             span = slice(lo, lo + block)
             part = teacher.rows(teacher.index_R[span], teacher.label_R[span])
+            scale_R = torch.ones_like(part.log_z_U[part.index_R]) if weight_R is None else weight_R[span]
             if all(name in GRADIENTS for _, name in terms):
                 rows, log_mass_R = read_rows(logits_RW[span], part, oov)
                 scored = _score(rows, log_mass_R, part, terms, oov)
                 if grad_RW is not None:
                     slopes_RW = [coefficient * GRADIENTS[name](rows) for coefficient, name in terms]
-                    grad_RW[span] = weigh(sum(slopes_RW[1:], slopes_RW[0]), part, oov)
+                    slope_RW = weigh(sum(slopes_RW[1:], slopes_RW[0]), part, oov)
+                    grad_RW[span] = slope_RW if weight_R is None else slope_RW * scale_R[:, None]
             else:
                 with torch.enable_grad():
                     block_RW = logits_RW[span].detach().requires_grad_(need)
                     scored = score_rows(block_RW, part, terms, oov)
                     if grad_RW is not None:
-                        (grad_RW[span],) = torch.autograd.grad(scored.value_R.sum(), block_RW)
-            parts.append(Scored(scored.value_R.detach(), scored.correct_R, scored.accept_R, scored.lost_R))
+                        (grad_RW[span],) = torch.autograd.grad((scored.value_R * scale_R).sum(), block_RW)
+            parts.append(Scored(scored.value_R.detach() * scale_R, scored.correct_R, scored.accept_R, scored.lost_R))
         ctx.grad_RW = grad_RW
         if not parts:
             zero = logits_RW.new_zeros((), dtype=torch.promote_types(logits_RW.dtype, torch.float32))
@@ -250,22 +264,27 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         grad_RW, ctx.grad_RW = ctx.grad_RW, None
-        return (None if grad_RW is None else grad_RW.mul_(grad)), None, None, None, None
+        return (None if grad_RW is None else grad_RW.mul_(grad)), None, None, None, None, None
 
 
 def fused_score(
-    logits_RW: Tensor, teacher: Teacher, terms: tuple[tuple[float, str], ...], oov: Oov
+    logits_RW: Tensor,
+    teacher: Teacher,
+    terms: tuple[tuple[float, str], ...],
+    oov: Oov,
+    weight_R: Tensor | None = None,
 ) -> tuple[Tensor, Scored]:
-    """The sum of the losses over R rows (carries gradients, once) and the rows' metrics, `value_R` left empty.
+    """The sum of the losses over R rows, each times its weight (carries gradients by the logits, once), and the rows'
+    metrics, `value_R` left empty.
 
     Equal to `score_rows` (tests: 1e-6 in fp32); never holds more than a block of rows in fp32.
     """
     per_block = 2**17 if logits_RW.device.type == "cpu" else 2**26
     with torch.autocast(logits_RW.device.type, enabled=False):
         total, correct_R, accept_R, lost_R = _Fused.apply(
-            logits_RW, teacher, terms, oov, max(1, per_block // logits_RW.shape[-1])
+            logits_RW, teacher, terms, oov, max(1, per_block // logits_RW.shape[-1]), weight_R
         )
     return total, Scored(accept_R.new_empty(0), correct_R, accept_R, lost_R)
 

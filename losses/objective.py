@@ -17,6 +17,7 @@ LOSSES: dict[str, str] = {
     "reverse_kl": "KL(drafter || target)",
     "jsd": "Jensen-Shannon divergence",
     "tv": "total variation, 1 - expected acceptance",
+    "l1": "sum |p - q|, twice tv (DeepSpec)",
     "neg_log_accept": "-log of the expected acceptance (LK losses)",
     "lk": "adaptive mix of KL and TV (LK losses)",
     "topk_ce": "cross-entropy over the target's ten likeliest tokens (HASS)",

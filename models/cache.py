@@ -10,6 +10,9 @@ Slots that no mask shows are still *read* by attention, with weight 0, as far as
 hold finite numbers (0 * NaN is NaN). They do: memory starts as zeros, `update` writes what the model computed, and
 `reset` zeroes the rows that it frees. Slots beyond the longest row are not read.
 
+A pass may show some of its tokens a *prefix* (`prefix_kv`): keys and values that belong to no token, one set per
+layer, which stand behind the pass's own tokens and are gone with it, as everything uncommitted is.
+
 `read_all` makes every pass read all slots instead. A query's attention then sums over the same number of keys whatever
 the lengths of its own row and of the others, which bitwise equality between decoding loops needs (fixed width,
 tests/bench/rows.py): attention over 100 keys and attention over 108 of which 8 are masked differ in low bits.
@@ -58,8 +61,9 @@ class Cache(HFCache):
         # Of the pass in hand: slots read; where its new tokens start and end, if at the same slot in all rows.
         self._used = self._end = 0
         self._first: int | None = None
-        self._offset = 0
-        self._write_B1T1 = torch.zeros(0)
+        self._offset = self._until = 0
+        self._write_B1T1 = self._prefix_B1P1 = torch.zeros(0)
+        self._prefix: Tensor | None = None
         self._new_BT = torch.zeros(0)
         self._slots_S = torch.arange(slots, device=device)
 
@@ -71,32 +75,37 @@ class Cache(HFCache):
         """Number of sequences."""
         return self.lengths_B.shape[0]
 
-    def begin(self, positions_BT: Tensor, offset: int = 0) -> None:
+    def begin(self, positions_BT: Tensor, offset: int = 0, prefix_kv: Tensor | None = None) -> None:
         """Open a pass of T new tokens per row, at slots `lengths_B + offset` and following.
 
         `positions_BT` are their absolute positions; `offset` counts tokens appended by earlier passes that are not
-        committed yet. Lengths do not change. Raises ValueError if a row has too few slots.
+        committed yet. `prefix_kv` [layers, 2, H, P, head_dim] (keys, values) takes the P slots behind the new tokens in
+        every row, for this pass. Lengths do not change. Raises ValueError if a row has too few slots.
         """
         b, t = positions_BT.shape
+        p = 0 if prefix_kv is None else prefix_kv.shape[3]
         if b != self.rows:
             raise ValueError(f"pass of {b} rows on a cache of {self.rows} rows: make the cache with rows={b}")
         lengths = self.lengths_B.tolist()
         longest = max(lengths)
-        end = longest + offset + t
+        end = longest + offset + t + p
         if end > self.slots:
             raise ValueError(
-                f"cache overflow: row {lengths.index(longest)} holds {longest} tokens and {offset + t} more do not fit "
-                f"its {self.slots} slots; make the cache with at least {end} slots"
+                f"cache overflow: row {lengths.index(longest)} holds {longest} tokens and {offset + t + p} more do not "
+                f"fit its {self.slots} slots; make the cache with at least {end} slots"
             )
         self._used = self.slots if self.read_all else end
         self._end, self._offset, self._new_BT = end, offset, positions_BT
         self._first = longest + offset if min(lengths) == longest else None
+        self._until, self._prefix = end - p, prefix_kv
+        if p:  # the newest token's position, so that no window cuts the prefix off
+            positions_BT = torch.cat([positions_BT, positions_BT.amax(1, keepdim=True).expand(b, p)], 1)
         if self._first is not None:
             self.positions_BS[:, self._first : end] = positions_BT
         else:
-            write_BT = self.lengths_B[:, None] + offset + self._slots_S[:t]
+            write_BT = self.lengths_B[:, None] + offset + self._slots_S[: t + p]
             self.positions_BS.scatter_(1, write_BT, positions_BT)
-            self._write_B1T1 = write_BT[:, None, :, None]
+            self._write_B1T1, self._prefix_B1P1 = write_BT[:, None, :, None].split([t, p], dim=2)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -105,18 +114,25 @@ class Cache(HFCache):
         [B, H, S_used, head_dim]. The further arguments are those of `transformers.Cache.update` and have no effect."""
         k_BHSD, v_BHSD = self._keys[layer_idx], self._values[layer_idx]
         if self._first is not None:
-            k_BHSD[:, :, self._first : self._end] = key_states
-            v_BHSD[:, :, self._first : self._end] = value_states
+            k_BHSD[:, :, self._first : self._until] = key_states
+            v_BHSD[:, :, self._first : self._until] = value_states
+            if self._prefix is not None:
+                k_BHSD[:, :, self._until : self._end], v_BHSD[:, :, self._until : self._end] = self._prefix[layer_idx]
         else:
             index_BHTD = self._write_B1T1.expand_as(key_states)
             k_BHSD.scatter_(2, index_BHTD, key_states)
             v_BHSD.scatter_(2, index_BHTD, value_states)
+            if self._prefix is not None:
+                prefix_2BHPD = self._prefix[layer_idx][:, None].expand(-1, self.rows, -1, -1, -1)
+                index_BHPD = self._prefix_B1P1.expand_as(prefix_2BHPD[0])
+                k_BHSD.scatter_(2, index_BHPD, prefix_2BHPD[0])
+                v_BHSD.scatter_(2, index_BHPD, prefix_2BHPD[1])
         return k_BHSD[:, :, : self._used], v_BHSD[:, :, : self._used]
 
     def mask(self, see_BTA: Tensor, window: int | None = None) -> Tensor:
         """Bool [B, 1, T, S_used]: what the T new tokens may see.
 
-        `see_BTA` speaks of the uncommitted tail (A = offset + T: earlier appended tokens, then the new ones);
+        `see_BTA` speaks of the uncommitted tail (A = offset + T + P: earlier appended tokens, the new ones, the prefix);
         committed slots are visible to all. With `window`, only tokens less than `window` positions back are.
         """
         if self._first is not None:
@@ -172,3 +188,27 @@ class Cache(HFCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Keys that the pass in hand reads, and the first one's slot."""
         return self._used, 0
+
+
+class PrefixCache(HFCache):
+    """No memory: a pass without a cache whose attention also reads `prefix_kv` [layers, 2, H, P, head_dim], behind its
+    own T tokens in every row. Gradients flow into it."""
+
+    def __init__(self, prefix_kv: Tensor) -> None:
+        super().__init__(layers=[])
+        self.prefix_kv = prefix_kv
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values [B, H, T + P, head_dim]."""
+        k_BHPD, v_BHPD = self.prefix_kv[layer_idx][:, None].expand(-1, key_states.shape[0], -1, -1, -1)
+        return torch.cat([key_states, k_BHPD], 2), torch.cat([value_states, v_BHPD], 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """No token came before."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that a pass of `query_length` tokens reads, and the first one's place."""
+        return query_length + self.prefix_kv.shape[3], 0

@@ -18,17 +18,22 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch, TargetOut, supervised
+from .tree import Extra, Tree
 
 __all__ = [
     "NEEDS",
     "Batch",
+    "Budget",
     "Commit",
     "Drafter",
+    "ExtraOut",
     "Level",
     "Prefill",
+    "Proposer",
     "TargetFacts",
     "TargetOut",
     "Terms",
+    "Verified",
     "supervised",
 ]
 
@@ -65,10 +70,12 @@ class TargetFacts:
 @dataclass
 class Terms:
     """What a `loss` returns: per term a *sum* (to be divided by its entry in `denominators`), and metrics as
-    (sum, count) pairs of detached tensors or floats."""
+    (sum, count) pairs of detached tensors or floats. `accept_R`: per scored row sum min(p, q), detached, for heads that
+    learn to foresee it."""
 
     losses: dict[str, Tensor]
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    accept_R: Tensor | None = None
 
 
 @dataclass
@@ -90,6 +97,48 @@ class Prefill:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Budget:
+    """How large the tree of a `propose` may be: nodes per row, levels, children of a node (1 = a chain)."""
+
+    nodes: int
+    depth: int
+    width: int
+
+
+@dataclass
+class Verified:
+    """All rows of the last verification, the anchor first, accepted or not: `logits_BMV` is what the target said after
+    `tokens_BM`. Unused nodes, and rows of requests that are done, are not valid."""
+
+    tokens_BM: Tensor
+    valid_BM: Tensor
+    logits_BMV: Tensor
+
+
+@dataclass
+class ExtraOut:
+    """What the extra rows of the last verification computed. `accepted_B`: the node at which the accepted path ended (0
+    = anchor), whose own rows look ahead of the new anchor; `nodes_BE`: the node that each row hung on."""
+
+    rows: Extra
+    nodes_BE: Tensor
+    accepted_B: Tensor
+    last_hidden_BED: Tensor  # after the final norm
+    taps_BEPD: Tensor | None = None
+
+    def below_accepted(self, count: int) -> tuple[Tensor, Tensor]:
+        """[B, count, D] last hidden states of the first `count` rows that hang on the accepted node, in order of
+        creation; and bool [B, count], False where it has fewer (those states are to be ignored)."""
+        own_BE = (self.nodes_BE == self.accepted_B[:, None]) & self.rows.valid_BE
+        short = max(0, count - own_BE.shape[1])
+        own_BE = torch.nn.functional.pad(own_BE, (0, short))
+        hidden_BED = torch.nn.functional.pad(self.last_hidden_BED, (0, 0, 0, short))
+        order_BX = (~own_BE).int().sort(dim=1, stable=True).indices[:, :count]
+        rows_B1 = torch.arange(own_BE.shape[0], device=own_BE.device)[:, None]
+        return hidden_BED[rows_B1, order_BX], own_BE.gather(1, order_BX)
+
+
 @dataclass
 class Commit:
     """The ragged rows committed since the last time (at first: the prompt), right-padded to T = max(counts_B).
@@ -105,7 +154,8 @@ class Commit:
     taps_BTPD: Tensor | None = None
     last_hidden_BTD: Tensor | None = None
     kv: Any = None
-    extra_out: Any = None
+    extra_out: ExtraOut | None = None  # None: no extra rows, or no verification yet (the prompt)
+    verified: Verified | None = None  # for drafters whose `draft_needs` has "teacher"; None after the prompt
 
     def following(self) -> Tensor:
         """[B, T] the token after each row's token: the next committed one, at the end the anchor."""
@@ -120,10 +170,23 @@ class Drafter(Protocol):
     Class attributes: `method` (its key in METHODS), `Config` (frozen dataclass), `draft_needs`, `loss_needs`
     (subsets of NEEDS). Instance attributes: `config`, `facts` (TargetFacts), `taps` (tuple of k, may be empty),
     `d2t_W` (int64 buffer of *absolute* target ids, sorted, or None = identity), `parallel` (rows that `start` returns
-    at once; 1 = levels come one at a time), `max_depth` (None = any).
+    at once; 1 = levels come one at a time), `max_depth` (None = any); `sequential`, if it is there and true: `start` still
+    returns all rows, but deeper levels are to be had from `extend`, which corrects them for the tokens that were taken
+    (`pair_scores` then does so for builders that need all at once).
     Construction: `Method(config, facts, draft_ids=None)`; then `init_from_target(target)` copies what the recipe
     says (head rows, norms). `bind(target)` gives it what drafting reads of the target (embedding, head); the former
     ends with it, and whoever loads weights calls it. `forward` is `loss`, so that wrapped modules run it.
+    Optional: `rewrite(batch, progress) -> Batch` puts tokens of the drafter's own in the place of the data's before the
+    target reads a training batch; `denominators` are those of the data's batch (a Config with `live` True says that
+    states cannot be captured).
+
+    What a drafter may have beside this, and tree builders and the runtime look for:
+    `sequential` (True: `parallel` rows come from `start`, and `extend` corrects deeper ones for the tokens taken);
+    `pair_scores(state, ids_BKC, log_BKC)` (inference/trees.py, `_tables`); `chances` (of ranks to be right, by depth);
+    `prompts` (models/tree.py), `extra_table_XD` (input embeddings of its rows, in the space of `target.embed`) and
+    `prefix_kv` (`Target.forward`), of prompt tokens whose states come back in `Commit.extra_out`;
+    `propose(state, commit, budget, params, draft) -> (state, Tree)` in the place of levels, with `extra_rows`, the most
+    extra rows that its trees bring.
     """
 
     method: str
@@ -158,5 +221,35 @@ class Drafter(Protocol):
     def start(self, state: Any, commit: Commit) -> tuple[Any, Level]: ...
 
     def extend(self, state: Any, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[Any, Level]: ...
+
+    def reset(self, state: Any, rows: Tensor) -> Any: ...
+
+
+class Proposer(Protocol):
+    """The contract of a drafter that has no levels: `propose` returns the whole draft.
+
+    Attributes as of `Drafter` (`taps`, `d2t_W`, `parallel` and `max_depth` have its neutral values). Construction:
+    `Method(config, facts)`, then `bind(target)`. The tree keeps within `budget`, is a chain where its width is 1, and
+    may be empty. Candidates without q depend on no coin, so the rule `target_only` keeps the target's distribution.
+    `params`: the requests' own parameters; `rng`: what a builder knows of them (`inference/trees.py`, Draft). A row
+    whose commit holds nothing is done, and gets no candidates. `extra_rows`, where the tree brings extra rows along:
+    the most it brings.
+    """
+
+    method: str
+    Config: type
+    draft_needs: frozenset[str]
+    config: Any
+    facts: TargetFacts
+    taps: tuple[int, ...]
+    d2t_W: Tensor | None
+    parallel: int
+    max_depth: int | None
+
+    def bind(self, target: Any) -> None: ...
+
+    def init(self, prefill: Prefill) -> Any: ...
+
+    def propose(self, state: Any, commit: Commit, budget: Budget, params: Any, rng: Any) -> tuple[Any, Tree]: ...
 
     def reset(self, state: Any, rows: Tensor) -> Any: ...

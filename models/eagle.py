@@ -33,7 +33,7 @@ from .layers import (
     TargetEmbed,
     TargetHead,
     check_loss_settings,
-    keyed_uniform,
+    feature_noise,
     make_level,
     refuse_unbound,
     register_vocabulary,
@@ -162,9 +162,7 @@ class Eagle(nn.Module):
 
     def draw_noise(self, batch: Batch) -> Tensor:
         """[B, T, D] keyed noise, uniform in +-noise / 2 * 512 / length of the document."""
-        same_BTT = batch.samples_BT[:, :, None] == batch.samples_BT[:, None, :]
-        length_BT1 = same_BTT.sum(-1, keepdim=True)
-        return (keyed_uniform(batch, self.facts.width) - 0.5) * self.config.noise * (512 / length_BT1)
+        return feature_noise(batch, self.facts.width, self.config.noise)
 
     # Drafting
 

@@ -113,9 +113,12 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Projections of a Llama attention without biases, from `width_in`, named as in checkpoints."""
+    """Projections of a Llama attention without biases, from `width_in`, named as in checkpoints. With `norm_eps`,
+    queries and keys are normed per head before they are rotated (Qwen3)."""
 
-    def __init__(self, width_in: int, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, width_in: int, width: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None
+    ) -> None:
         super().__init__()
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads: one must divide the other")
@@ -124,15 +127,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width_in, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
     def queries(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """[..., width_in] -> [..., H, head_dim], rotated."""
-        return rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), *angles)
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        return rotate(q if self.q_norm is None else self.q_norm(q), *angles)
 
     def keys_values(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[..., width_in] -> two of [..., G, head_dim], keys rotated."""
         shape = (self.kv_heads, self.head_dim)
-        return rotate(self.k_proj(x).unflatten(-1, shape), *angles), self.v_proj(x).unflatten(-1, shape)
+        k = self.k_proj(x).unflatten(-1, shape)
+        return rotate(k if self.k_norm is None else self.k_norm(k), *angles), self.v_proj(x).unflatten(-1, shape)
 
 
 class MLP(nn.Module):
@@ -151,7 +158,7 @@ class MLP(nn.Module):
 
 def register_vocabulary(module: nn.Module, facts: TargetFacts, draft_ids: Tensor | None) -> int:
     """Give `module` its buffers `d2t_W` (absolute target ids; None = all V ids) and `t2d_V` (draft ids, -1 = none);
-    return W. Raises ValueError unless the ids are distinct, ascending and such that the tokenizer can produce them."""
+    return W. A list of all V ids is none: engines refuse a map that maps nothing. Raises ValueError unless the ids are distinct, ascending and such that the tokenizer can produce them."""
     if draft_ids is None:
         module.register_buffer("d2t_W", None)
         module.register_buffer("t2d_V", None)
@@ -164,6 +171,8 @@ def register_vocabulary(module: nn.Module, facts: TargetFacts, draft_ids: Tensor
             f"draft vocabulary: ids {int(ids_W[0])}..{int(ids_W[-1])} leave 0..{facts.tokens - 1}, the ids that the "
             f"tokenizer of {facts.name} can produce; rebuild it for this target"
         )
+    if len(ids_W) == facts.vocab:
+        return register_vocabulary(module, facts, None)
     t2d_V = torch.full((facts.vocab,), -1, dtype=torch.int64)
     t2d_V[ids_W] = torch.arange(len(ids_W))
     module.register_buffer("d2t_W", ids_W)
@@ -238,6 +247,13 @@ def keyed_uniform(batch: Batch, width: int, stream: int = 0) -> Tensor:
     words_BTG4 = torch.stack(philox(counter, key), dim=-1)
     halves_BTG8 = torch.cat([words_BTG4 & 0xFFFF, words_BTG4 >> 16], dim=-1)
     return halves_BTG8.flatten(-2)[..., :width].float() * 2.0**-16
+
+
+def feature_noise(batch: Batch, width: int, scale: float) -> Tensor:
+    """[B, T, width] keyed noise, uniform in +-scale / 2 * 512 / length of the document (EAGLE's training code)."""
+    same_BTT = batch.samples_BT[:, :, None] == batch.samples_BT[:, None, :]
+    length_BT1 = same_BTT.sum(-1, keepdim=True)
+    return (keyed_uniform(batch, width) - 0.5) * scale * (512 / length_BT1)
 
 
 TargetHead = Callable[[Tensor, Tensor | None], Tensor]

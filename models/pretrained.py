@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
+from .intersection import byte_symbols
 from .target import Target
 
 CHAT_TEMPLATE = (
@@ -119,9 +120,7 @@ def tiny_tokenizer(tokens: int = 256) -> PreTrainedTokenizerFast:
 
 def _byte_symbols() -> list[str]:
     """The printable stand-ins that byte-level BPE uses, for the bytes that occur in UTF-8."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbol = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    symbol = byte_symbols()
     order = [10, *range(32, 127), *range(10), *range(11, 32), *range(127, 256)]
     return [symbol[byte] for byte in order if byte not in (0xC0, 0xC1) and byte < 0xF5]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..losses.distill import ON_FEATURES, Oov, Teacher, fused_score, make_teacher
+from ..losses.distill import ON_FEATURES, Oov, Scored, Teacher, fused_score, make_teacher
 from ..losses.objective import Objective
 from .drafter import Batch, TargetOut, Terms, supervised
 from .layers import keyed_uniform
@@ -111,6 +111,7 @@ class Scorer:
         tokens_R = rows.take(batch.ids_BT, 2)
         self.labels_R = tokens_R if t2d_V is None else t2d_V[tokens_R]
         self.terms_ = Terms({})
+        self.first: Scored
         self.alive_R = torch.ones_like(rows.flat_R, dtype=torch.bool)
         self.run_R = torch.zeros_like(rows.flat_R)
 
@@ -129,12 +130,23 @@ class Scorer:
                 assert feature_RD is not None
                 loss = loss + factor * ON_FEATURES[name](feature_RD, self.hidden_RD[pairs_R + depth - 1]).sum()
         self.terms_.losses[f"depth_{depth}"] = loss * self.depth_weight ** (depth - 1)
-        count = torch.tensor(float(len(pairs_R)))
-        self.terms_.metrics[f"accuracy_{depth}"] = scored.correct_R.sum().float(), count
-        self.terms_.metrics[f"accept_{depth}"] = scored.accept_R.sum(), count
         if depth == 1:
-            self.terms_.metrics["lost_mass"] = scored.lost_R.sum(), count
-        self.alive_R[pairs_R] &= scored.correct_R
+            self.first = scored
+            self.terms_.metrics["lost_mass"] = scored.lost_R.sum(), torch.tensor(float(len(pairs_R)))
+        self._measure(depth, scored.correct_R, scored.accept_R)
+
+    def repeat(self, depth: int) -> None:
+        """Metrics alone, of a drafter whose logits depend on the text and not on where the draft began (a language
+        model): those of depth 1, depth - 1 rows further on."""
+        index_R = self.rows.pairs[depth - 1] + depth - 1
+        self._measure(depth, self.first.correct_R[index_R], self.first.accept_R[index_R])
+
+    def _measure(self, depth: int, correct_R: Tensor, accept_R: Tensor) -> None:
+        pairs_R = self.rows.pairs[depth - 1]
+        count = torch.tensor(float(len(pairs_R)))
+        self.terms_.metrics[f"accuracy_{depth}"] = correct_R.sum().float(), count
+        self.terms_.metrics[f"accept_{depth}"] = accept_R.sum(), count
+        self.alive_R[pairs_R] &= correct_R
         self.run_R[pairs_R] += self.alive_R[pairs_R]
 
     def terms(self) -> Terms:

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
 from transformers.utils import cached_file, logging
 
-from .cache import Cache
-from .drafter import TargetFacts
+from .cache import Cache, PrefixCache
+from .drafter import Batch, TargetFacts, TargetOut
 from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
 
 DTYPES = {
@@ -56,15 +56,18 @@ class States:
 class Target(nn.Module):
     """A frozen causal language model and its tokenizer.
 
-    `name` is what exports record (a hub id, folder name or built-in name; never a path). Raises ValueError when the
-    model is not one that can be run exactly, and when tokenizer and embedding do not fit.
+    `name` is what exports record (a hub id, folder name or built-in name; never a path). `frozen` False leaves the
+    weights as trainable as they are: a drafter that is a language model runs it by the same protocol. Raises ValueError
+    when the model is not one that can be run exactly, and when tokenizer and embedding do not fit.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, name: str, revision: str | None = None, *, frozen: bool = True
+    ) -> None:
         super().__init__()
         config = model.config
         check_supported(config)
-        self.model: Any = model.requires_grad_(False)
+        self.model: Any = model.requires_grad_(False) if frozen else model
         self.tokenizer = tokenizer
         parts = find_parts(model, config)
         # In lists, so that the parts are not registered twice.
@@ -105,6 +108,11 @@ class Target(nn.Module):
         return self._embed[0].weight.device
 
     @property
+    def layers(self) -> list[Any]:
+        """The decoder's layers."""
+        return self._tapped[:-1]
+
+    @property
     def norm(self) -> nn.Module:
         """The final norm (its weights are what some drafters start from)."""
         return self._tapped[-1]
@@ -127,6 +135,7 @@ class Target(nn.Module):
         cache: Cache | None = None,
         see_BTA: Tensor | None = None,
         taps: Sequence[int] = (),
+        prefix_kv: Tensor | None = None,
     ) -> States:
         """Run the decoder over T new tokens per row.
 
@@ -136,8 +145,18 @@ class Target(nn.Module):
         change (the caller commits). `see_BTA` then speaks of the uncommitted tail: A = T, or A > T if A - T tokens
         were appended by earlier passes and not committed. Sliding windows are applied per layer type, by position.
         Every token must see itself. Raises ValueError for taps outside 0..layers, and if the cache overflows.
+
+        `prefix_kv` [layers, 2, kv_heads, P, head_dim]: keys and values of no token, read as they are (nothing is
+        rotated) by those tokens to which `see_BTA` shows them in P more columns, its last ones. No window cuts them.
+        Without a cache gradients flow into them; with one they take P slots behind the tail, for this pass.
         """
         t = positions_BT.shape[1]
+        p = 0
+        if prefix_kv is not None:
+            if see_BTA is None:
+                raise ValueError("prefix_kv needs see_BTA, whose last columns say which tokens see it")
+            p = self._check_prefix(prefix_kv)
+            prefix_kv = prefix_kv.to(self.dtype)
         if self._fixed_to is not None and int(positions_BT.max()) >= self._fixed_to:
             raise ValueError(
                 f"position {int(positions_BT.max())}: beyond {self._fixed_to} positions the rotary frequencies of target "
@@ -149,14 +168,17 @@ class Target(nn.Module):
             back_BTT = positions_BT[:, :, None] - positions_BT[:, None, :]
 
             def mask_for(window: int | None) -> Tensor:
-                see_BTT = see_BTA if window is None else see_BTA & (back_BTT < window)
-                return self._as_attention_wants(see_BTT[:, None])
+                near_BTT = None if window is None else back_BTT < window
+                if near_BTT is not None and p:
+                    near_BTT = nn.functional.pad(near_BTT, (0, p), value=True)
+                return self._as_attention_wants((see_BTA if near_BTT is None else see_BTA & near_BTT)[:, None])
         else:
-            cache.begin(positions_BT, offset=see_BTA.shape[2] - t)
+            cache.begin(positions_BT, see_BTA.shape[2] - t - p, prefix_kv)
 
             def mask_for(window: int | None) -> Tensor:
                 return self._as_attention_wants(cache.mask(see_BTA, window))
 
+        store = PrefixCache(prefix_kv) if cache is None and prefix_kv is not None else cache
         windows = self._windows
         mask = {k: mask_for(w) for k, w in windows.items()} if isinstance(windows, dict) else mask_for(windows)
         streams: dict[int, Tensor] = {}
@@ -166,7 +188,7 @@ class Target(nn.Module):
         ]
         try:
             out = self._decoder[0](
-                **{"input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs, self._cache_argument: cache},
+                **{"input_ids" if inputs.dim() == 2 else "inputs_embeds": inputs, self._cache_argument: store},
                 attention_mask=mask,
                 position_ids=positions_BT,
                 use_cache=False,
@@ -182,12 +204,15 @@ class Target(nn.Module):
         head = self._head[0]
         if ids is None:
             weight, bias = head.weight, head.bias
+        elif head.weight.requires_grad:  # rows that learn are read anew
+            weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
         else:
-            if self._head_rows is None or not torch.equal(self._head_rows[0], ids):
+            kept = self._head_rows
+            if kept is None or kept[1].dtype != head.weight.dtype or not torch.equal(kept[0], ids):
                 with torch.inference_mode(False):  # kept, and read by passes with gradients too
                     bias = None if head.bias is None else head.bias[ids]
-                    self._head_rows = (ids.clone(), head.weight[ids], bias)
-            _, weight, bias = self._head_rows
+                    kept = self._head_rows = (ids.clone(), head.weight[ids], bias)
+            _, weight, bias = kept
         logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
         config, family = self.model.config, self._family
         if family.scale is not None:
@@ -215,6 +240,14 @@ class Target(nn.Module):
                     f"tap {k} of {tuple(taps)}: target {self.facts.name!r} has states h[0]..h[{self.facts.layers}]"
                 )
         return taps
+
+    def _check_prefix(self, prefix_kv: Tensor) -> int:
+        """P; raises ValueError if the shape is not [layers, 2, kv_heads, P, head_dim]."""
+        facts = self.facts
+        shape, want = list(prefix_kv.shape), [facts.layers, 2, facts.kv_heads, -1, facts.head_dim]
+        if len(shape) != 5 or [*shape[:3], -1, shape[4]] != want:
+            raise ValueError(f"prefix_kv of shape {shape}: target {facts.name!r} takes {want}, -1 = any length")
+        return shape[3]
 
     def _causal(self, t: int) -> Tensor:
         if self._causal_TT.shape[0] < t or self._causal_TT.device != self.device:
@@ -247,6 +280,23 @@ def document_mask(samples_BT: Tensor) -> Tensor:
     t = samples_BT.shape[1]
     causal_TT = torch.ones(t, t, dtype=torch.bool, device=samples_BT.device).tril()
     return (samples_BT[:, :, None] == samples_BT[:, None, :]) & causal_TT
+
+
+def live_states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
+    """The states of a packed batch that a drafter's `loss` reads (`loss_needs`), from a pass without gradients."""
+    needs = drafter.loss_needs
+    cache = target.new_cache(*batch.ids_BT.shape) if "kv" in needs else None
+    with torch.no_grad():
+        out = target.forward(
+            batch.ids_BT,
+            batch.positions_BT,
+            cache=cache,
+            see_BTA=document_mask(batch.samples_BT),
+            taps=drafter.taps,
+        )
+    last_hidden_BTD = out.last_hidden_BTD if {"last_hidden", "teacher"} & needs else None
+    forward = target.forward if "module" in needs else None
+    return TargetOut(out.taps_BTPD, last_hidden_BTD, head=target.head, embed=target.embed, forward=forward, kv=cache)
 
 
 def load_target(

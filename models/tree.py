@@ -2,6 +2,12 @@
 
 Node j of N has index j + 1 wherever the anchor counts too (index 0): `parents_BN` holds such indices, in order of
 creation, so a parent always comes before its children. A chain is a tree whose node j has parent j.
+
+A tree may bring *extra rows* along (`Extra`): rows of the verification pass that are no candidates, but whose hidden
+states the drafter reads when it drafts the next time. Prompt-token methods hang theirs on the nodes (`hang`), so that
+the next draft is ready whichever node the target accepts; lookahead hangs its window on the anchor.
+
+Test: pytest tests/test_trees.py
 """
 
 from __future__ import annotations
@@ -24,6 +30,52 @@ class Proposal:
     sampled_B: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """What a prompt-token drafter wants below a node: `depths` special tokens in a row, one per future depth, each of
+    `members` virtual tokens side by side (PPD 2405.18628, ensemble prompt tokens; BiTA and PaSS have one). Member v of
+    a token has member v of the token before it as parent. Its embedding is row `token * members + v` of the drafter's
+    `extra_table_XD`."""
+
+    depths: int
+    members: int = 1
+
+    def __post_init__(self) -> None:
+        if self.depths < 1 or self.members < 1:
+            raise ValueError(f"prompt tokens: {self.depths} depths x {self.members} members, both must be at least 1")
+
+
+@dataclass
+class Extra:
+    """E rows that ride along in the verification pass.
+
+    A row sees its parent's ancestors, its parent, itself, the committed tokens, and the drafter's `prefix_kv`; no node
+    sees it, and its keys and values are never kept. `parents_BE`: 0 = anchor, j + 1 = node j, N + 1 + e = extra row e,
+    which must come earlier. `ids_BE`: a token of the target (below V), or V + i = row i of the drafter's
+    `extra_table_XD`. An unused row (`valid_BE` False) is seen by nobody but itself.
+    """
+
+    ids_BE: Tensor
+    parents_BE: Tensor
+    depths_BE: Tensor  # position, counted from the anchor's
+    valid_BE: Tensor
+
+    def place(self, nodes_BMM: Tensor) -> tuple[Tensor, Tensor]:
+        """Bool [B, E, M + E] what each row sees of nodes (`nodes_BMM`: what those see) and extra rows; and int64 [B, E]
+        the node that each row hangs on, 0 = anchor."""
+        (b, e), m = self.ids_BE.shape, nodes_BMM.shape[1]
+        self_EE = torch.eye(e, dtype=torch.bool, device=self.ids_BE.device)
+        rows_BEE = self_EE.repeat(b, 1, 1)
+        at_BE = self.parents_BE
+        while bool((at_BE >= m).any()):
+            above_BE = (at_BE - m).clamp(min=0)
+            rows_BEE |= torch.nn.functional.one_hot(above_BE, e).bool() & (at_BE >= m)[:, :, None]
+            at_BE = torch.where(at_BE >= m, self.parents_BE.gather(1, above_BE), at_BE)
+        on_BEM = nodes_BMM.gather(1, at_BE[:, :, None].expand(b, e, m)) & self.valid_BE[:, :, None]
+        rows_BEE = (rows_BEE & self.valid_BE[:, None, :] & self.valid_BE[:, :, None]) | self_EE
+        return torch.cat([on_BEM, rows_BEE], 2), at_BE
+
+
 @dataclass
 class Tree:
     """Fixed N per batch; `valid_BN` False marks unused nodes (never visible, never accepted)."""
@@ -34,7 +86,7 @@ class Tree:
     log_probs_BN: Tensor  # fp32, the drafter's own log-probability of the token given its path
     valid_BN: Tensor  # bool
     q: Proposal | None = None  # None = deterministic (one-hot) candidates
-    extra: object | None = None  # rows that ride along in the verify pass (prompt tokens, lookahead)
+    extra: Extra | None = None  # rows that ride along in the verification pass (prompt tokens, lookahead)
 
     def is_chain(self) -> bool:
         """True when every node's parent is the node before it, in every row."""
@@ -72,3 +124,28 @@ class Tree:
         same_BNN = (self.parents_BN[:, :, None] == self.parents_BN[:, None, :]) & self.valid_BN[:, None, :]
         before_NN = torch.ones(n, n, dtype=torch.bool, device=same_BNN.device).tril(-1)
         return (same_BNN & before_NN).sum(-1)
+
+
+def hang(tree: Tree, counts_BM: Tensor, prompts: Prompts, tokens: int, vocab: int) -> Extra:
+    """Prompt rows below the nodes: node m of row b (0 = anchor) gets the first `counts_BM[b, m]` special tokens, all
+    members of each, in order of the nodes; `tokens` special tokens per row in all, unused ones invalid. An unused node
+    must have count 0. `vocab`: V, where the ids of the drafter's table begin."""
+    m, d, n = counts_BM.shape[1], prompts.depths, prompts.members
+    device = counts_BM.device
+    used_BX = (torch.arange(d, device=device) < counts_BM[:, :, None]).flatten(1)
+    order_BG = (~used_BX).int().sort(dim=1, stable=True).indices[:, :tokens]
+    valid_BG, node_BG, token_BG = used_BX.gather(1, order_BG), order_BG // d, order_BG % d
+    # A token's predecessor, if it has one, stands right before it.
+    before_G = m + (torch.arange(order_BG.shape[1], device=device) - 1) * n
+    member_n = torch.arange(n, device=device)
+    first_BG1 = ((token_BG == 0) | ~valid_BG)[:, :, None]
+    parents_BGn = torch.where(first_BG1, torch.where(valid_BG, node_BG, 0)[:, :, None], before_G[:, None] + member_n)
+    depths_BM = torch.nn.functional.pad(tree.depths_BN, (1, 0))
+    depths_BG = torch.where(valid_BG, depths_BM.gather(1, node_BG) + 1 + token_BG, 1)
+    ids_BGn = vocab + token_BG[:, :, None] * n + member_n
+    return Extra(
+        ids_BGn.flatten(1),
+        parents_BGn.flatten(1),
+        depths_BG.repeat_interleave(n, 1),
+        valid_BG.repeat_interleave(n, 1),
+    )

@@ -15,6 +15,7 @@ import base64
 import hashlib
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ import torch
 
 from draftsmith.models.drafter import Level, TargetFacts
 from draftsmith.models.pretrained import tiny_target, tiny_tokenizer
+from draftsmith.models.supervision import Scorer
 from draftsmith.models.target import States, Target
 
 torch.set_num_threads(1)
@@ -174,6 +176,46 @@ def fake_hub() -> Iterator[FakeHub]:
     yield hub
     hub.server.shutdown()
     hub.server.server_close()
+
+
+@pytest.fixture
+def logits_of_training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[int, torch.Tensor]]]:
+    """`run(drafter, batch, out)`: per depth, state row (flat) -> the logits that the loss was computed from, whether the
+    method scores depth by depth (`supervision.Scorer`) or slots (`slots.score`)."""
+
+    def run(drafter: Any, batch: Any, out: Any) -> list[dict[int, torch.Tensor]]:
+        seen: dict[int, dict[int, torch.Tensor]] = {}
+        add, repeat, module = Scorer.add, Scorer.repeat, sys.modules[type(drafter).__module__]
+        score = getattr(module, "score", None)
+
+        def of_depth(self: Scorer, depth: int, logits_RW: torch.Tensor, feature_RD: Any = None) -> None:
+            flat_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
+            seen[depth] = {int(f): row.detach() for f, row in zip(flat_R, logits_RW, strict=True)}
+            add(self, depth, logits_RW, feature_RD)
+
+        def again(self: Scorer, depth: int) -> None:
+            flat_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
+            seen[depth] = {int(f): seen[1][int(f) + depth - 1] for f in flat_R}
+            repeat(self, depth)
+
+        def of_slots(logits_RW: torch.Tensor, slots: Any, batch: Any, *rest: Any, **options: Any) -> Any:
+            row_R = slots.flat_R // slots.label_BQ.shape[1]
+            label_R, drafted_R = (x.flatten()[slots.flat_R] for x in (slots.label_BQ, slots.drafted_BQ))
+            state_R = row_R * batch.ids_BT.shape[1] + label_R - drafted_R - 1
+            for depth, state, row in zip(drafted_R.tolist(), state_R.tolist(), logits_RW, strict=True):
+                seen.setdefault(depth, {})[state] = row.detach()
+            assert score is not None
+            return score(logits_RW, slots, batch, *rest, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Scorer, "add", of_depth)
+            patch.setattr(Scorer, "repeat", again)
+            if score is not None:
+                patch.setattr(module, "score", of_slots)
+            drafter.loss(batch, out, 0.0)
+        return [seen[depth] for depth in sorted(seen)]
+
+    return run
 
 
 # Scripted models: next-token logits by rule, for tests that need to know every distribution exactly.

@@ -20,7 +20,7 @@ from draftsmith.data.encode import Sample
 from draftsmith.data.packing import collate
 from draftsmith.models import METHODS
 from draftsmith.models.pretrained import tiny_target
-from draftsmith.models.target import document_mask
+from draftsmith.models.target import live_states
 from draftsmith.train import checkpoint, engine
 from draftsmith.train.loop import train
 from draftsmith.train.stream import Stream
@@ -30,6 +30,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hydra": {"heads": 2},
     "medusa": {"heads": 2},
     "eagle": {"steps": 2},
+    "dual_view": {"block": 2, "rank": 4},
+    "prompt_tokens": {"tokens": 2, "prefix": 2},
+    "peagle": {"depths": 3, "layers": 2},
+    "draft_model": {"on_policy": 0.5},
+    "pard": {"depths": 3},
+    "dflash": {"block": 4, "layers": 1, "anchors": 4},
+    "dspark": {"block": 3, "layers": 1, "anchors": 4, "rank": 8},
 }
 
 
@@ -72,11 +79,11 @@ def launch(config: TrainConfig, empty: bool = False, poison: bool = False) -> No
     def states_of(batch: Batch) -> TargetOut:
         nonlocal calls
         calls += 1
-        out = target.forward(
-            batch.ids_BT, batch.positions_BT, see_BTA=document_mask(batch.samples_BT), taps=drafter.taps
-        )
-        last = out.last_hidden_BTD * (float("nan") if poison and calls == 3 and accelerator.process_index == 1 else 1.0)
-        return TargetOut(out.taps_BTPD, last, head=target.head, embed=target.embed)
+        out = live_states(target, drafter, batch)
+        if poison and calls == 3 and accelerator.process_index == 1:
+            assert out.last_hidden_BTD is not None
+            out.last_hidden_BTD.mul_(float("nan"))
+        return out
 
     batch = config.batch
     stream = Stream(

@@ -119,6 +119,37 @@ def test_compaction_keeps_the_path_and_nothing_else(seed: int) -> None:
         assert cache.positions_BS[b, : cache.lengths_B[b]].tolist() == positions[b]
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("read_all", [False, True])
+def test_a_prefix_stands_behind_the_new_tokens_for_one_pass(ragged: bool, window: int | None, read_all: bool) -> None:
+    cache = _ragged(read_all)
+    if not ragged:
+        cache.truncate(torch.tensor([1, 1, 1]))
+    before = [_tokens(cache, b) for b in range(3)]
+    prefix_kv = torch.arange(7.0, 9.0)[:, None].expand(LAYERS, 2, HEADS, 2, SIZE)
+    positions_BT = cache.lengths_B[:, None] + torch.arange(2)
+    cache.begin(positions_BT, 0, prefix_kv)
+    for layer in range(LAYERS):
+        k_BHSD, v_BHSD = cache.update(
+            torch.full((3, HEADS, 2, SIZE), 5.0), torch.full((3, HEADS, 2, SIZE), -5.0), layer
+        )
+        for b, length in enumerate(cache.lengths_B.tolist()):
+            assert k_BHSD[b, 0, length : length + 4, 0].tolist() == [5, 5, 7, 8]
+            assert v_BHSD[b, 1, length : length + 4, 1].tolist() == [-5, -5, 7, 8]
+    see_BTA = torch.tensor([[True, False, False, False], [True, True, True, True]]).expand(3, 2, 4)
+    mask_BTS = cache.mask(see_BTA, window)[:, 0]
+    for b, length in enumerate(cache.lengths_B.tolist()):
+        assert mask_BTS[b, :, length : length + 4].tolist() == see_BTA[b].tolist()
+        assert not bool(mask_BTS[b, :, length + 4 :].any())
+    with pytest.raises(ValueError, match=f"{10 if ragged else 13} more do not fit"):
+        cache.begin(torch.zeros(3, 8 if ragged else 11, dtype=torch.int64), 0, prefix_kv)
+    cache.begin(positions_BT, 0, prefix_kv)
+    cache.commit(torch.tensor([1, 1, 1]))
+    cache.truncate(cache.lengths_B - 1)
+    assert [_tokens(cache, b) for b in range(3)] == before
+
+
 def test_roll_back_and_reset() -> None:
     cache = _ragged()
     cache.truncate(torch.tensor([2, 1, 0]))

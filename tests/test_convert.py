@@ -71,7 +71,7 @@ def written(folder, config, tensors, file="model.safetensors"):
 
 
 def test_every_reader_is_tested():
-    assert set(module.READERS) == {"speculators", "eagle3", "eagle", "medusa"}
+    assert set(module.READERS) == {"speculators", "eagle3", "eagle", "medusa", "dflash"}
 
 
 def test_flat_head_through_the_command_is_bit_equal_and_runs_the_same(head3, target, tmp_path, capsys):
@@ -224,6 +224,61 @@ def test_what_is_wrong_or_ambiguous_is_refused(change, words, head3, target):
     _, config, tensors = head3
     with pytest.raises(ValueError, match=words):
         convert(*change(dict(config), dict(tensors)), target)
+
+
+BLOCKS = {
+    "dflash": ("dflash", {"taps": (1, 3)}, False),
+    "jetspec_reduced": ("dflash", {"causal": True, "kv_heads": 2, "intermediate": 80}, True),
+    "dspark": ("dspark", {"rank": 8}, False),
+    "dspark_reduced": ("dspark", {"rank": 8, "head": "rnn", "sample_from_anchor": False}, True),
+    "domino": ("dspark", {"rank": 8, "head": "gru", "gru_size": 12, "confidence": False}, False),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_drafters_of_every_form(name, target, tmp_path):
+    """z-lab's and SpecForge's keys, DeepSpec's (top level alone), speculators'; with the target's tables beside them."""
+    method, options, reduced = BLOCKS[name]
+    drafter = make(target, method, {"block": 4, "layers": 2} | options, reduced)
+    config, tensors = foreign(drafter, target, tmp_path / "x")
+    tables = {"embed_tokens.weight": target.embed_weight.detach()}
+    if not reduced:
+        tables["lm_head.weight"] = target.head_weight.detach()
+    inner = config["dflash_config"]
+    top = {k: v for k, v in config.items() if k != "dflash_config"} | inner
+    speculators = {k: v for k, v in inner.items() if k not in ("target_layer_ids", "projector_type")} | {
+        "speculators_model_type": method, "aux_hidden_state_layer_ids": list(drafter.taps), "transformer_layer_config": config,
+    }  # fmt: skip
+    forms = [(config, tensors), (top, tensors | tables)] + [(speculators, tensors)] * (name != "domino")
+    if reduced:
+        speculators["draft_vocab_size"] = 64
+    for stated, found in forms:
+        again, head = convert(dict(stated), dict(found), target)
+        assert again.method == method and same(drafter, again) and again.taps == drafter.taps
+        assert again.parallel == drafter.parallel and again.config.causal == drafter.config.causal
+        assert any(f"h{list(drafter.taps)}" in note for note in head.notes)
+    if reduced:
+        order = torch.randperm(64)
+        rows = [n for n in ("lm_head.weight", "markov_head.markov_w2.weight") if n in tensors]
+        shuffled = tensors | {n: tensors[n][order] for n in rows} | {"d2t": IDS[order] - torch.arange(64)}
+        assert same(drafter, convert(config, shuffled, target)[0])
+
+
+def test_block_drafters_that_we_would_run_otherwise_are_refused(target, tmp_path):
+    config, tensors = foreign(make(target, "dflash", {"block": 4, "layers": 1}), target, tmp_path / "x")
+    inner = config["dflash_config"]
+    for change, extra, words in (
+        ({"layer_types": ["sliding_attention"]}, {}, "sliding"),
+        ({"dflash_config": inner | {"target_layer_ids": [0, 1]}}, {}, "must be 1, ascending"),
+        ({"dflash_config": {k: v for k, v in inner.items() if k != "target_layer_ids"}}, {}, "no layer ids"),
+        ({"dflash_config": {k: v for k, v in inner.items() if k != "mask_token_id"}}, {}, "mask_token_id"),
+        ({"rms_norm_eps": 1e-3}, {}, "rms_norm_eps"),
+        ({"markov_rank": 8, "markov_head_type": "fir"}, {}, "'fir' is not known"),
+        ({}, {"lm_head.weight": torch.randn(256, 48)}, "not the target's head"),
+        ({}, {"layers.0.conv.weight": torch.zeros(2)}, "not expected: layers"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            convert(config | change, tensors | extra, target)
 
 
 def test_eagle1_with_and_without_a_trained_bias(target, tmp_path):

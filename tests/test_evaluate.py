@@ -19,6 +19,7 @@ from draftsmith.inference.suites import Prompt
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
 from draftsmith.models.drafter import Level
+from draftsmith.models.tree import Prompts
 
 FIELDS = [  # of every row, as promised to readers of the JSON
     *(
@@ -42,6 +43,7 @@ FIELDS = [  # of every row, as promised to readers of the JSON
         "lossless",
         "tokens_per_forward",
         "quality",
+        "by_prompt",
     ),
 ]
 PROMPTS = [
@@ -205,6 +207,10 @@ def test_json_has_the_fields_that_others_read(target, tmp_path):
     assert plain["tau"] == 1.0 and plain["ratio_to_plain"] == 1.0 and plain["tokens_per_forward"] == 1.0
     assert row_of(stored, "transformers")["prompts"] == 2 and row_of(stored, "transformers")["identical_prompts"] == 2
     draft = row_of(stored, "scripted chain K=2")
+    parts = {name: sum(p[name] for p in draft["by_prompt"].values()) for name in draft["by_prompt"]["p0"]}
+    assert len(draft["by_prompt"]) == 3 and parts["tokens"] == draft["tokens"]
+    assert parts["tokens"] / parts["seconds"] == pytest.approx(draft["tokens_per_second"])
+    assert parts["verified_tokens"] / parts["verifications"] == pytest.approx(draft["tau"])
     assert draft["ratio_to_hf"] is not None and draft["tokens_per_forward"] >= 2 and draft["quality"] is None
     assert {"cpu", "torch", "transformers", "threads", "git"} <= set(stored["machine"])
     assert stored["run"]["seed"] == 0 and not json_path.with_suffix(".partial.jsonl").exists()
@@ -219,6 +225,30 @@ def test_trees_are_compared_with_plain_decoding(target, tmp_path):
         row = row_of(report, f"scripted {tree} K=2")
         assert row["identical_to_plain"] is True and row["checked_prompts"] == len(PROMPTS) and not row["divergences"]
         assert len(row["alpha_by_rank"][0]) >= 1
+
+
+def test_arms_are_those_that_a_drafter_can_grow(target, tmp_path):
+    """Level by level it has no marginals; chains that are cut are compared at equal width too; a prefix has no width."""
+    drafter = Scripted(target)
+    cfg = config(tmp_path, trees=("chain", "cut", "opt", "best_first"), threshold=0.4, nodes=7, k=(2, 3))
+    arms = plan(cfg, {"s": drafter})
+    assert [arm.name for arm in arms if arm.kind == "draft"] == [
+        f"s {tree} K={k}" for tree in ("chain", "cut", "opt") for k in (2, 3)
+    ]
+    assert {(arm.decode.tree, arm.decode.threshold) for arm in arms if arm.kind == "draft"} == {
+        ("chain", None), ("cut", 0.4), ("opt", 0.4)
+    }  # fmt: skip
+    assert [arm.decode.fixed_width for arm in arms if arm.kind == "width"] == [3, 4]
+    assert all(arm.decode.nodes == 7 for arm in arms if arm.kind == "draft")
+    report = run(target, {"s": drafter}, replace(cfg, k=(2,), max_new_tokens=8))
+    assert row_of(report, "s cut K=2")["identical_to_plain"] and row_of(report, "s opt K=2")["identical_to_plain"]
+    with pytest.raises(ValueError, match="no drafter gives what they need; add chain"):
+        plan(replace(cfg, trees=("best_first",), threshold=None), {"s": drafter})
+    drafter.prompts = Prompts(2)
+    widths = [arm.decode.fixed_width for arm in plan(cfg, {"s": drafter}) if arm.kind == "width"]
+    assert widths == [3 + 3 * 2, 4 + 4 * 2]
+    drafter.prefix_kv = torch.zeros(4, 2, 4, 1, 12)
+    assert not [arm for arm in plan(cfg, {"s": drafter}) if arm.decode.fixed_width]
 
 
 def test_a_red_check_hides_the_speed(target, tmp_path, monkeypatch):
@@ -326,10 +356,12 @@ def test_sampling_rows_and_lossy_rules(target, tmp_path):
     assert hot["verifier"] not in (None, "greedy") and row_of(report, "plain T=1")["tau"] == 1.0
     with pytest.raises(ValueError, match="allow_lossy"):
         run(target, {"s": Scripted(target)}, replace(cfg, verifier="typical"))
-    lossy = replace(cfg, verifier="typical", allow_lossy=True, temperatures=(1.0,))
-    report = run(target, {"s": Scripted(target)}, lossy, PROMPTS[:2])
-    assert row_of(report, "s chain K=2 T=1")["lossless"] == "no"
-    assert any("typical" in flag for flag in report["flags"])
+    for rule, setting in (("typical", "typical_delta=0.3"), ("fuzzy", "fuzzy_threshold=0.2"), ("entropy", "0.1")):
+        lossy = replace(cfg, verifier=rule, allow_lossy=True, temperatures=(1.0,), fuzzy_threshold=0.2)
+        report = run(target, {"s": Scripted(target)}, lossy, PROMPTS[:2])
+        assert row_of(report, "s chain K=2 T=1")["lossless"] == "no"
+        (flag,) = (flag for flag in report["flags"] if "changes the target's distribution" in flag)
+        assert rule in flag and setting in flag
 
 
 def test_quality_of_scored_suites(target, tmp_path):
@@ -377,6 +409,10 @@ def test_bad_settings_are_refused():
         ({"temperatures": (-1.0,)}, "temperatures"),
         ({"json": "."}, "json = '.' is a folder"),
         ({"trees": ()}, "trees = "),
+        ({"trees": ("bush",)}, "tree='bush'"),
+        ({"threshold": 0.5, "trees": ("chain", "static")}, "threshold = 0.5: none of trees"),
+        ({"threshold": 2.0, "trees": ("chain", "cut")}, "threshold=2.0"),
+        ({"prompt_rows": 0}, "prompt_rows=0"),
         ({"hf_prompts": -1}, "hf_prompts = -1"),
         ({"seed": -1}, "seed = -1"),
     ):

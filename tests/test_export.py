@@ -22,8 +22,16 @@ from draftsmith.inference.exporters.layout import rope_keys
 from draftsmith.inference.load import load_drafter, read_export_config
 from draftsmith.models import METHODS
 from draftsmith.models.families import FAMILIES
+from draftsmith.models.small_lm import LMConfig
 
 VARIANTS = {
+    "falcon": ("falcon", {}, False),
+    "falcon_reduced": ("falcon", {"block": 3, "kv_heads": 2, "intermediate": 80}, True),
+    "dual_view": ("dual_view", {"block": 3, "rank": 4}, False),
+    "dual_view_full_reduced": ("dual_view", {"block": 2, "rank": None}, True),
+    "bita_reduced": ("prompt_tokens", {"prefix": 5}, True),
+    "ppd": ("prompt_tokens", {"variant": "ppd", "tokens": 2, "members": 3}, False),
+    "pass": ("prompt_tokens", {"variant": "pass"}, False),
     "medusa": ("medusa", {"heads": 3, "layers": 2}, False),
     "medusa_shared": ("medusa", {"heads": 2, "head": "shared"}, False),
     "medusa_shared_reduced": ("medusa", {"heads": 2, "head": "shared"}, True),
@@ -39,7 +47,39 @@ VARIANTS = {
         {"steps": 2, "norm_before_fc": True, "norm_before_residual": True, "taps": (2, 4)},
         True,
     ),
+    "draft_model": ("draft_model", {"lm": LMConfig(layers=2)}, False),
+    "draft_model_frozen_reduced": ("draft_model", {"lm": LMConfig(train_embeddings=False)}, True),
+    "pard": ("pard", {"depths": 3, "lm": LMConfig(layers=2), "mask_id": 9}, False),
+    "pard_reduced": ("pard", {"depths": 4, "objective": "kl"}, True),
+    "dflash": ("dflash", {"block": 4, "layers": 2}, False),
+    "dflash_options": (
+        "dflash",
+        {
+            "block": 4,
+            "layers": 1,
+            "causal": True,
+            "sample_from_anchor": True,
+            "taps": (2, 4),
+            "kv_heads": 2,
+            "intermediate": 80,
+        },
+        True,
+    ),
+    "dspark": ("dspark", {"block": 4, "layers": 1, "rank": 8, "temperatures": (0.5, 1.0, 2.0, 1.25)}, False),
+    "dspark_gated": ("dspark", {"block": 3, "layers": 1, "rank": 8, "head": "gated"}, True),
+    "dspark_rnn": ("dspark", {"block": 4, "layers": 2, "rank": 8, "head": "rnn", "sample_from_anchor": False}, True),
+    "dspark_gru": ("dspark", {"block": 3, "layers": 1, "rank": 8, "head": "gru", "gru_size": 12}, False),
+    "dspark_pairs": ("dspark", {"block": 3, "layers": 1, "rank": 8, "head": "pairs", "confidence": False}, True),
+    "dspark_none": ("dspark", {"block": 3, "layers": 1, "head": "none", "anchors": None}, False),
+    "peagle": ("peagle", {"depths": 3, "layers": 2}, False),
+    "peagle_reduced": (
+        "peagle",
+        {"depths": 4, "layers": 3, "taps": (1, 4), "kv_heads": 2, "intermediate": 80, "fc_norm": True, "mask_id": 9},
+        True,
+    ),
 }
+
+CHECKPOINTS = ("draft_model", "pard")  # whole language models
 
 
 def make(target, method, options, reduced=False, seed=0):
@@ -107,11 +147,12 @@ def test_file_holds_exactly_what_the_form_lists(variant, tmp_path):
     assert header.keys() == slots.keys()
     assert all(header[name][1] == slot.shape for name, slot in slots.items())
     assert {dtype for dtype, _ in header.values()} <= {"BF16", "I64", "BOOL"}
-    assert not any(name.startswith("model.") for name in header)  # vLLM adds the prefix itself
+    if drafter.method not in CHECKPOINTS:
+        assert not any(name.startswith("model.") for name in header)  # vLLM adds the prefix itself
     ours = config["draftsmith"]
     assert not set(ours["absent"]) & set(header)
     trained = {name for name, parameter in drafter.named_parameters() if parameter.requires_grad}
-    assert set(header) == trained | set(ours["untrained"])  # trained, or declared as what it is
+    assert set(header) == trained - set(ours["absent"]) | set(ours["untrained"])  # trained, or declared as what it is
     assert "bias" not in config and None not in [v for k, v in config.items() if k != "draftsmith"]
     assert [p.name for p in folder.glob("*.safetensors")] == [WEIGHTS]  # engines load all that lie here
     assert (folder / REPLAY).is_file()
@@ -278,6 +319,170 @@ def test_eagle3_maps_are_offsets(tiny, tmp_path):
     assert json.loads((full / "config.json").read_text())["draft_vocab_size"] == 256
 
 
+def test_peagle_ships_a_table_with_the_masks_own_row(tiny, tmp_path):
+    target = tiny(max_positions=512)
+    drafter = make(target, "peagle", {"layers": 2, "mask_id": 9})
+    folder = save(drafter, target, tmp_path / "x")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 2
+    assert config["mask_token_id"] == 9 and tensors["mask_hidden"].shape == (1, 1, 3 * 48)
+    want = target.embed_weight.bfloat16().index_copy(0, torch.tensor([9]), drafter.mask_embed[None].bfloat16())
+    assert torch.equal(tensors["embed_tokens.weight"], want)
+    serve = EXPORTERS["peagle"].serve(config, "t", "d", 4)
+    assert set(serve) == {"vLLM"} and '"parallel_drafting": true' in serve["vLLM"]
+    assert '"parallel_drafting": true' in (folder / "README.md").read_text()
+    tensors["embed_tokens.weight"][8] += 1
+    save_file(tensors, folder / WEIGHTS)
+    edit_config(folder, lambda c: c["draftsmith"].pop("sha256"))
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the table of"):
+        load_drafter(str(folder), target)
+    with pytest.raises(ValueError, match="bind"):
+        export(METHODS["peagle"](METHODS["peagle"].Config(), target.facts), tmp_path / "y", run=RunFacts())
+    for bad in (None, 256, True):
+        with pytest.raises(ValueError, match="mask_token_id"):
+            EXPORTERS["peagle"].slots(config | {"mask_token_id": bad})
+
+
+def test_language_models_are_ordinary_checkpoints(tiny, tmp_path):
+    """transformers loads the folder by itself; PARD's names its mask; a tied head is left out; both spellings of RoPE."""
+    from transformers import AutoModelForCausalLM
+
+    target = tiny(max_positions=512, tied=True)
+    for method, options in (("draft_model", {}), ("pard", {"mask_id": 9})):
+        drafter = make(target, method, {"lm": LMConfig(layers=2)} | options)
+        folder = save(drafter, target, tmp_path / method)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
+        assert config["vocab_size"] == 256 and config["tie_word_embeddings"] is True
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e4
+        assert config.get("pard_token") == (9 if method == "pard" else None)
+        assert (
+            "lm_head.weight" not in load_file(folder / WEIGHTS) and "lm_head.weight" in config["draftsmith"]["absent"]
+        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = torch.arange(10, 20)[None]
+        with torch.no_grad():
+            want = drafter.run.head(drafter.run.forward(ids, torch.arange(10)[None]).last_hidden_BTD)
+            torch.testing.assert_close(model(ids).logits, want)
+        assert load_drafter(str(folder), target).lm_head.weight.shape == (256, 48)
+    serve = EXPORTERS["pard"].serve(config, "t", "d", 4)
+    assert '"method": "draft_model"' in serve["vLLM"] and '"parallel_drafting": true' in serve["vLLM"]
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "words"),
+    [
+        ("draft_model", {"num_attention_heads": 2, "head_dim": 24}, "does not hold what"),
+        ("draft_model", {"rms_norm_eps": 1e-3}, "engines.*rms_norm_eps: file 0.001, head 1e-06"),
+        ("draft_model", {"num_hidden_layers": 10**9}, "1..1000"),
+        ("draft_model", {"auto_map": {"AutoModel": "x.y"}}, "auto_map not allowed"),
+        ("pard", {"pard_token": 8}, "pard_token is 8"),
+    ],
+)
+def test_a_checkpoint_that_says_two_things_is_refused(method, change, words, tiny, tmp_path):
+    target = tiny(max_positions=512)
+    folder = save(make(target, method, {}), target, tmp_path / "x")
+    edit_config(folder, lambda c: c.update(change))
+    with pytest.raises(ValueError, match=words):
+        load_drafter(str(folder), target)
+
+
+def test_block_drafters_say_to_engines_what_they_are(tiny, tmp_path):
+    target = tiny(max_positions=512)
+    drafter = make(target, "dflash", {"block": 4, "layers": 2, "taps": (1, 3)})
+    folder = save(drafter, target, tmp_path / "x")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    assert config["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [0, 2], "block_size": 4}  # h[k] is k - 1
+    assert (config["block_size"], config["num_target_layers"], config["num_hidden_layers"]) == (4, 4, 2)
+    assert config["layer_types"] == ["full_attention"] * 2 and config["head_dim"] == 12
+    assert not {"lm_head.weight", "embed_tokens.weight", "mask_hidden", "d2t"} & set(tensors)
+    assert tensors["layers.1.self_attn.q_norm.weight"].shape == (12,)
+    serve = EXPORTERS["dflash"].serve(config, "t", "d", 8)
+    assert '"num_speculative_tokens": 3' in serve["vLLM"] and "--speculative-num-draft-tokens 4" in serve["SGLang"]
+    reduced = make(target, "dflash", {"block": 4, "layers": 1, "causal": True}, reduced=True)
+    config = json.loads((save(reduced, target, tmp_path / "y") / "config.json").read_text())
+    assert config["dflash_config"]["causal"] is True and config["draft_vocab_size"] == 64
+    assert set(EXPORTERS["dflash"].serve(config, "t", "d", 8)) == {"vLLM"}  # SGLang has no draft vocabulary
+    anchor = make(target, "dflash", {"block": 4, "layers": 1, "sample_from_anchor": True})
+    config = json.loads((save(anchor, target, tmp_path / "anchor") / "config.json").read_text())
+    (line,) = EXPORTERS["dflash"].serve(config, "t", "d", 8)
+    assert "No serving engine" in line and any("second runner" in limit for limit in config["draftsmith"]["limits"])
+    tensors = load_file(tmp_path / "y" / WEIGHTS)
+    assert torch.equal(torch.arange(64) + tensors["d2t"], torch.arange(3, 131, 2))
+    assert torch.equal(tensors["lm_head.weight"], target.head_weight[3:131:2].bfloat16())
+    tensors["lm_head.weight"][7] += 1
+    save_file(tensors, tmp_path / "y" / WEIGHTS)
+    edit_config(tmp_path / "y", lambda c: c["draftsmith"].pop("sha256"))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not the head of"):
+        load_drafter(str(tmp_path / "y"), target)
+    with pytest.raises(ValueError, match=r"h\[0\], the embeddings"):
+        save(make(target, "dflash", {"layers": 1, "taps": (0, 2)}), target, tmp_path / "z")
+    with pytest.raises(ValueError, match="give export the target"):
+        export(reduced, tmp_path / "z", run=RunFacts())
+    for bad in (None, 256, "16"):
+        edit_config(folder, lambda c, bad=bad: c["dflash_config"].update(mask_token_id=bad))
+        with pytest.raises(ValueError, match="mask_token_id"):
+            load_drafter(str(folder), target)
+    edit_config(folder, lambda c: c["dflash_config"].update(target_layer_ids=None))
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        load_drafter(str(folder), target)
+
+
+@pytest.mark.parametrize("head, kind", [("markov", "vanilla"), ("gated", "gated"), ("rnn", "rnn")])
+def test_dspark_in_deepspecs_form(head, kind, tiny, tmp_path):
+    target = tiny(max_positions=512)
+    drafter = make(target, "dspark", {"block": 4, "layers": 1, "rank": 8, "head": head, "taps": (2, 3)}, reduced=True)
+    folder = save(drafter, target, tmp_path / "x")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)
+    assert config["architectures"] == ["Qwen3DSparkModel"]
+    for place in (config, config["dflash_config"]):  # DeepSpec's and SpecForge's
+        assert place["target_layer_ids"] == [1, 2] and place["mask_token_id"] == 0 and place["block_size"] == 4
+        assert place["markov_rank"] == 8 and place["markov_head_type"] == kind and place["num_anchors"] == 512
+        assert (
+            place["sample_from_anchor"]
+            is place["enable_confidence_head"]
+            is place["confidence_head_with_markov"]
+            is True
+        )
+    assert tensors["markov_head.markov_w1.weight"].shape == (256, 8)
+    assert tensors["markov_head.markov_w2.weight"].shape == (64, 8)
+    assert tensors["confidence_head.proj.weight"].shape == (1, 56)
+    serve = EXPORTERS["dspark"].serve(config, "t", "d", 2)
+    assert '"method": "dspark"' in serve["vLLM"] and '"num_speculative_tokens": 4' in serve["vLLM"]
+
+
+def test_domino_in_specforges_form_and_heads_that_no_engine_has(tiny, tmp_path):
+    target = tiny(max_positions=512)
+    gru = {"block": 4, "layers": 1, "head": "gru", "rank": 8, "gru_size": 12, "confidence": False}
+    config = json.loads((save(make(target, "dspark", gru), target, tmp_path / "x") / "config.json").read_text())
+    facts = config["dflash_config"]
+    assert config["architectures"] == ["DFlashDraftModel"] and facts["projector_type"] == "domino"
+    assert (facts["gru_hidden_dim"], facts["emb_dim"], facts["pure_draft_prefix_len"]) == (12, 8, 1)
+    assert facts["shift_label"] is True and "markov_rank" not in facts
+    assert set(EXPORTERS["dspark"].serve(config, "t", "d", 3)) == {"SGLang"}
+    for head in ("pairs", "none"):
+        options = {"block": 4, "layers": 1, "head": head, "rank": 8}
+        config = json.loads(
+            (save(make(target, "dspark", options), target, tmp_path / head) / "config.json").read_text()
+        )
+        assert config["architectures"] == ["DraftsmithDSpark"]
+        (line,) = EXPORTERS["dspark"].serve(config, "t", "d", 3)
+        assert "No serving engine" in line
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "dflash", "dspark", "draft_model"])
+def test_a_draft_vocabulary_of_all_ids_is_none(method, tiny, tmp_path):
+    """Engines refuse a map beside a head of V rows, and their readers expect none."""
+    target = tiny(max_positions=512)
+    drafter = METHODS[method](METHODS[method].Config(), target.facts, torch.arange(256))
+    drafter.init_from_target(target)
+    assert drafter.d2t_W is None and drafter.t2d_V is None and drafter.vocab == 256
+    folder = save(drafter, target, tmp_path / "x")
+    assert not {"d2t", "t2d"} & set(load_file(folder / WEIGHTS))
+    assert load_drafter(str(folder), target).d2t_W is None
+
+
 # B34: taps
 
 
@@ -414,6 +619,10 @@ def test_other_target_is_refused_with_both_values(variant, other, words, tiny, t
     target, drafter = variant
     folder = save(drafter, target, tmp_path / "x")
     stranger = tiny(**({"max_positions": 512} | other))
+    if drafter.draft_needs <= {"ids"} and not {"vocab", "tokens"} & set(other):  # reads the text alone
+        with pytest.warns(UserWarning, match="other weights"):
+            load_drafter(str(folder), stranger)
+        return
     with pytest.raises(ValueError) as refusal:
         load_drafter(str(folder), stranger)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
@@ -450,10 +659,17 @@ def test_card_is_written_from_the_run_and_scrubbed(variant, tmp_path, monkeypatc
     assert drafter.method in front["tags"] and front["library_name"] == "draftsmith"
     for needed in ("1.62", "1200", "train.jsonl", "torch 2.13.0", "draftsmith check", "--show"):
         assert needed in card, needed
-    if drafter.method != "hydra":
-        line = next(x for x in card.splitlines() if x.startswith("vllm serve"))
+    line = next((x for x in card.splitlines() if x.startswith("vllm serve")), None)
+    ours_alone = drafter.method in ("hydra", "falcon", "dual_view", "prompt_tokens") or (
+        drafter.method == "dflash" and drafter.config.sample_from_anchor
+    )
+    served = not ours_alone and (drafter.method != "dspark" or getattr(drafter, "markov_head", None) is not None)
+    assert (line is not None) == served
+    if line is not None:
         spoken = json.loads(line.split("--speculative-config '")[1].split("'")[0])
-        assert spoken["method"] == drafter.method and spoken["num_speculative_tokens"] == 2
+        method = {"pard": "draft_model", "peagle": "eagle3"}.get(drafter.method, drafter.method)
+        drafted = drafter.max_depth if drafter.method == "dspark" else 2  # DSpark is served whole
+        assert spoken["method"] == method and spoken["num_speculative_tokens"] == drafted
     run = yaml.safe_load((folder / "run.yaml").read_text())
     assert run["config"]["data"]["source"] == "train.jsonl" and run["config"]["wandb"]["api_key"] == "[removed]"
 
@@ -467,12 +683,19 @@ def test_card_takes_base_model_and_licence_and_the_report(tiny, tmp_path):
     row = {"name": "eagle3 K=4", "method": "eagle3", "decode": "speculate", "draft_length": 4, "tree": "chain", "temperature": 0.0,
            "dtype": "bfloat16", "prompts": 60, "tau": 1.987, "alpha": [0.5, 0.4], "ratio_to_plain": 1.31}  # fmt: skip
     write_file(
-        folder / "report.json", json.dumps({"machine": {}, "rows": [row, row | {"method": "plain", "tau": None}]})
+        folder / "report.json",
+        json.dumps(
+            {
+                "machine": {},
+                "rows": [row, row | {"method": "plain", "tau": None}, row | {"lossless": "no", "verifier": "fuzzy"}],
+            }
+        ),
     )
     card = render_card(folder, "jane/head")
     front = yaml.safe_load(card.split("---")[1])
     assert front["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and front["license"] == "apache-2.0"
-    assert "1.99" in card and "1.31" in card and card.count("| speculate") == 1
+    assert "1.99" in card and "1.31" in card and card.count("| speculate") == 2
+    assert card.count("lossy rule `fuzzy`") == 1
     assert '"model": "jane/head"' in card and "--speculative-algorithm EAGLE3" in card
 
 

@@ -52,10 +52,11 @@ def drafter(target):
 
 @pytest.mark.parametrize("rule", VERIFIERS)
 def test_every_rule_is_printed_with_its_promise_and_condition(rule):
-    line = rule_line(rule)
+    line = rule_line(rule, DecodeConfig(fuzzy_threshold=0.25))
     word = "exact" if VERIFIERS[rule].exact else "not exact"
     assert f"{rule} ({word}; {VERIFIERS[rule].condition})" in line
-    assert ("not exact" in line) == (rule == "typical")
+    assert ("not exact" in line) == (rule in ("typical", "fuzzy", "entropy"))
+    assert ("fuzzy_threshold=0.25" in line) == (rule == "fuzzy")
 
 
 def test_a_rule_that_is_not_exact_needs_its_flag():
@@ -76,7 +77,16 @@ def test_settings_are_refused_before_anything_loads(monkeypatch):
         ({"top_p": 0.0}, "top_p"),
         ({"k": 0}, "k=0"),
         ({"tree": "bush"}, "tree='bush'"),
+        ({"tree": "static", "threshold": 0.5}, "threshold is for the trees cut, opt"),
         ({"verifier": "typical"}, "allow_lossy"),
+        ({"verifier": "block", "tree": "static"}, "is for chains"),
+        ({"verifier": "ratio", "tree": "dynamic"}, "needs the rows q"),
+        ({"verifier": "ratio_tree", "tree": "best_first"}, "needs the rows q"),
+        ({"verifier": "ratio", "target": "tiny", "model": "lm:some/model"}, "needs the rows q"),  # at temperature 0
+        ({"verifier": "greedy", "target": "tiny", "temperature": 1.0}, "temperature 0 only"),
+        ({"verifier": "ratio", "target": "tiny", "model": "ngram", "temperature": 1.0}, "needs the rows q"),
+        ({"tree": "best_first", "target": "tiny", "model": "ngram"}, "proposes drafts of its own"),
+        ({"tree": "ppd", "target": "tiny", "model": "lm:some/model"}, "all depths at once"),
         ({}, "--model EXPORT"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -169,7 +179,7 @@ def test_control_characters_are_made_visible(tokenizer):
 
 
 def test_the_command_end_to_end(target, drafter, monkeypatch, capsys):
-    export = {"draftsmith": {"target": {"name": "tiny", "revision": None}, "train_length": 8}}
+    export = {"draftsmith": {"method": "medusa", "target": {"name": "tiny", "revision": None}, "train_length": 8}}
     asked = SimpleNamespace(target=None)
 
     def load(name, **options):

@@ -31,6 +31,7 @@ MODULES = sorted(p for folder in ORDER for p in (ROOT / folder).rglob("*.py"))
 SOURCES = [*MODULES, *sorted(ROOT.glob("draftsmith/*.py"))]
 TABLES = {
     "METHODS": "models",
+    "TRAINING_FREE": "models",
     "LOSSES": "losses.objective",
     "TREES": "inference.trees",
     "VERIFIERS": "inference.verify",

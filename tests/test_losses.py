@@ -85,6 +85,7 @@ def test_values_by_independent_formulas() -> None:
         "reverse_kl": (q * (q / p).log()).sum(-1),
         "jsd": ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
         "tv": (p - q).abs().sum(-1) / 2,
+        "l1": (p - q).abs().sum(-1),
         "neg_log_accept": -torch.minimum(p, q).sum(-1).log(),
         "topk_ce": -(p * q.log()).sum(-1),  # 7 ids: all are among the ten likeliest
         "ce": torch.stack([-q[i, j].log() if j >= 0 else q.new_zeros(()) for i, j in enumerate(rows.label_R)]),
@@ -166,7 +167,8 @@ def test_reduced_vocabulary(oov: str, captured: bool) -> None:
 @pytest.mark.parametrize("oov", OOV)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("objective", ["kl", "0.9*kl + 0.1*ce", "0.9*kl + 0.1*ce + 0.5*lk"])
-def test_fused_equals_plain(oov: str, dtype: torch.dtype, objective: str) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_fused_equals_plain(oov: str, dtype: torch.dtype, objective: str, weighted: bool) -> None:
     """fp32 to 1e-6 of the values' size; bf16 logits to 2e-2, the rounding of the stored gradient."""
     torch.manual_seed(4)
     r, w = 37, 2**17  # two rows per block and an odd one at the end
@@ -174,11 +176,13 @@ def test_fused_equals_plain(oov: str, dtype: torch.dtype, objective: str) -> Non
     terms = parse_objective(objective)
     logits_RW = torch.randn(r, w // 1024).to(dtype).requires_grad_()
     plain = score_rows(logits_RW, teacher, terms, oov)
-    (want,) = torch.autograd.grad(3 * plain.value_R.sum(), logits_RW)
+    weight_R = torch.rand(r) if weighted else None
+    sum_ = (plain.value_R * (1.0 if weight_R is None else weight_R)).sum()
+    (want,) = torch.autograd.grad(3 * sum_, logits_RW)
     for block in (2, 2**18):
-        total, correct_R, accept_R, lost_R = _Fused.apply(logits_RW, teacher, terms, oov, block)
+        total, correct_R, accept_R, lost_R = _Fused.apply(logits_RW, teacher, terms, oov, block, weight_R)
         (got,) = torch.autograd.grad(3 * total, logits_RW)
-        torch.testing.assert_close(total, plain.value_R.sum(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(total, sum_, rtol=1e-6, atol=0)
         torch.testing.assert_close(got, want, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-7)
         assert torch.equal(correct_R, plain.correct_R)
         torch.testing.assert_close(accept_R, plain.accept_R)

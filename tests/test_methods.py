@@ -1,9 +1,10 @@
-"""The four methods: which tokens they are trained on, how losses add up, what every weight is for, what is refused.
+"""The methods: which tokens they are trained on, how losses add up, what every weight is for, what is refused.
 
 pytest tests/test_methods.py
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +16,40 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models import METHODS, supervision
+from draftsmith.models import slots as slot_rules
 from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
 from draftsmith.models.eagle3 import default_taps
 from draftsmith.models.layers import Rotary, keyed_uniform
 from draftsmith.models.supervision import Rows, Scorer
-from draftsmith.models.target import Target, document_mask
+from draftsmith.models.target import Target, live_states
 
-DEPTHS = {"medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "steps"}
+DEPTHS = {
+    "medusa": "heads", "hydra": "heads", "eagle": "steps", "eagle3": "steps", "peagle": "depths", "draft_model": "depths",
+    "pard": "depths", "dflash": "block", "dspark": "block", "falcon": "block", "dual_view": "block", "prompt_tokens": "tokens",
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {  # every slot, every epoch
+    "peagle": {"layers": 2, "ratio": 1.0},
+    "pard": {"ratio": 1.0, "objective": "kl"},
+    "dflash": {"layers": 2, "anchors": None, "sample_from_anchor": True, "objective": "kl", "denominator": "slots"},
+    "dspark": {
+        "layers": 2,
+        "anchors": None,
+        "rank": 8,
+        "confidence": False,
+        "denominator": "slots",
+    },  # tests/test_dspark.py has that one
+    "falcon": {"noise": 0.0, "glance": 0.0},
+    "dual_view": {"anchors": None, "rank": 8, "depth_weight": 1.0},
+    "prompt_tokens": {"variant": "ppd", "points": 100, "depth_weight": 1.0},
+}
+TEXT = ("draft_model",)  # read the text as it stands: deeper pairs are those of depth 1, and no loss of their own
+INSIDE = ("dual_view", "prompt_tokens")  # draft through the target itself: tests/test_slot_methods.py
+SLOTTED = [name for name in METHODS if hasattr(sys.modules[METHODS[name].__module__], "score")]  # trained on slots
 
 
 def make(method: str, target: Target, draft_ids: Tensor | None = None, depths: int = 3, **options: Any) -> Any:
     torch.manual_seed(3)
-    options.setdefault(DEPTHS[method], depths)
+    options = {DEPTHS[method]: depths} | OPTIONS.get(method, {}) | options
     drafter = METHODS[method](METHODS[method].Config(**options), target.facts, draft_ids)
     drafter.init_from_target(target)
     return drafter
@@ -46,9 +69,7 @@ def one_row(ids: list[int], supervised: list[int], pad: int = 0, sample: int = 4
 
 
 def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
-    see_BTT = document_mask(batch.samples_BT)
-    out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
-    return TargetOut(out.taps_BTPD, out.last_hidden_BTD, head=target.head, embed=target.embed)
+    return live_states(target, drafter, batch)
 
 
 def total_loss(drafter: Any, batches: list[Batch], target: Target) -> Tensor:
@@ -78,6 +99,47 @@ def test_every_method_is_covered() -> None:
     assert all(METHODS[name].method == name for name in METHODS)
 
 
+def scored_pairs(
+    drafter: Any, batch: Batch, out: TargetOut, monkeypatch: Any
+) -> dict[int, list[tuple[int, int, Tensor]]]:
+    """By depth: (state row, label's index, teacher's logits) of what the loss scores, in ascending order."""
+    teachers: list[Tensor] = []
+    places: list[tuple[list[int], list[int], list[int]]] = []  # depths, states, labels of each call
+    module = sys.modules[type(drafter).__module__]
+
+    def spy(place: Any) -> None:
+        fused = place.fused_score
+
+        def watch(logits_RW: Tensor, teacher: Any, *rest: Any) -> Any:
+            teachers.append(teacher.logits_UW[teacher.index_R])
+            return fused(logits_RW, teacher, *rest)
+
+        monkeypatch.setattr(place, "fused_score", watch)
+
+    def of_depth(self: Scorer, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
+        states_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
+        places.append(([depth] * len(states_R), states_R.tolist(), (states_R + 1 + depth).tolist()))
+        add(self, depth, logits_RW, feature_RD)
+
+    def of_slots(logits_RW: Tensor, slots: Any, *rest: Any, **options: Any) -> Any:
+        label_R, drafted_R = (x.flatten()[slots.flat_R] for x in (slots.label_BQ, slots.drafted_BQ))
+        places.append((drafted_R.tolist(), (label_R - drafted_R - 1).tolist(), label_R.tolist()))
+        return score(logits_RW, slots, *rest, **options)
+
+    add, score = Scorer.add, getattr(module, "score", None)
+    spy(supervision)
+    spy(slot_rules)
+    monkeypatch.setattr(Scorer, "add", of_depth)
+    if score is not None:
+        monkeypatch.setattr(module, "score", of_slots)
+    drafter(batch, out, 0.0)
+    found: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for (depths, states_, labels), teacher_RV in zip(places, teachers, strict=True):
+        for depth, state, label, row in zip(depths, states_, labels, teacher_RV, strict=True):
+            found.setdefault(depth, []).append((state, label, row))
+    return {depth: sorted(found[depth], key=lambda pair: pair[0]) for depth in sorted(found)}
+
+
 @pytest.mark.parametrize("method", DEPTHS)
 def test_pairs_of_rows_and_labels(method: str, target: Target, monkeypatch: Any) -> None:
     """ids 10..21, assistant tokens at 5..8 (8 ends the turn). Depth 1 is trained on labels 6, 7, 8, the first from the
@@ -85,23 +147,17 @@ def test_pairs_of_rows_and_labels(method: str, target: Target, monkeypatch: Any)
     batch = one_row(list(range(10, 22)), [5, 6, 7, 8])
     drafter = make(method, target)
     out = states(target, drafter, batch)
-    seen: list[tuple[list[int], Tensor]] = []
-    fused = supervision.fused_score
-
-    def spy(logits_RW: Tensor, teacher: Any, *rest: Any) -> Any:
-        seen.append(((teacher.label_R - 10).tolist(), teacher.logits_UW[teacher.index_R]))
-        return fused(logits_RW, teacher, *rest)
-
-    monkeypatch.setattr(supervision, "fused_score", spy)
-    drafter(batch, out, 0.0)
-    rows = Rows.of(batch, 3)
-    assert [labels for labels, _ in seen] == [[6, 7, 8], [7, 8], [8]]
-    for depth, (labels, teacher_RV) in enumerate(seen, 1):
-        states_R = rows.flat_R[rows.pairs[depth - 1]].tolist()
-        assert states_R == [label - 1 - depth for label in labels] and states_R[0] == 4
-        before_R = torch.tensor(labels) - 1  # the teacher of a label is the target after the token before it
-        torch.testing.assert_close(teacher_RV, target.head(out.last_hidden_BTD[0, before_R]))
-    assert drafter.denominators(batch, 0.0) == {"depth_1": 3.0, "depth_2": 2.0, "depth_3": 1.0}
+    pairs = scored_pairs(drafter, batch, out, monkeypatch)
+    counts = {"slots": 6.0} if method in SLOTTED else {"depth_1": 3.0, "depth_2": 2.0, "depth_3": 1.0}
+    labels = {1: [6, 7, 8], 2: [7, 8], 3: [8]}
+    if method in TEXT:
+        counts, labels = {"depth_1": 3.0}, {1: [6, 7, 8]}
+    assert {depth: [label for _, label, _ in pairs[depth]] for depth in pairs} == labels
+    for depth in pairs:
+        assert [state for state, _, _ in pairs[depth]] == [label - 1 - depth for _, label, _ in pairs[depth]]
+        for _, label, teacher_V in pairs[depth]:  # the teacher of a label is the target after the token before it
+            torch.testing.assert_close(teacher_V, target.head(out.last_hidden_BTD[0, label - 1]))
+    assert drafter.denominators(batch, 0.0) == counts
 
 
 @pytest.mark.parametrize("method", DEPTHS)
@@ -109,22 +165,33 @@ def test_oracle_logits_cost_nothing_and_every_weight_learns(method: str, target:
     """ids 0..9, all supervised: head i (0-based) at position t has label t + 2 + i, and no weight is without gradient."""
     batch = one_row(list(range(10)), list(range(10)))
     drafter = make(method, target, objective="ce")
-    add = Scorer.add
+    add, module = Scorer.add, sys.modules[type(drafter).__module__]
+    score = getattr(module, "score", None)
 
     def oracle(self: Scorer, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
         t_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
         logits_RW = logits_RW.detach() * 0 + 60.0 * F.one_hot(t_R + 1 + depth, logits_RW.shape[-1])
         add(self, depth, logits_RW.requires_grad_(), feature_RD)
 
+    def slot_oracle(logits_RW: Tensor, slots: Any, *rest: Any, **options: Any) -> Any:
+        labels_R = slots.label_BQ.flatten()[slots.flat_R]
+        logits_RW = logits_RW.detach() * 0 + 60.0 * F.one_hot(labels_R, logits_RW.shape[-1])
+        assert score is not None
+        return score(logits_RW.requires_grad_(), slots, *rest, **options)
+
     with monkeypatch.context() as patch:
         patch.setattr(Scorer, "add", oracle)
+        if method in SLOTTED:
+            patch.setattr(module, "score", slot_oracle)
         losses = drafter(batch, states(target, drafter, batch), 0.0).losses
-    assert {name: float(loss.detach()) for name, loss in losses.items()} == {f"depth_{d}": 0.0 for d in (1, 2, 3)}
+    terms = ["slots"] if method in SLOTTED else [f"depth_{d}" for d in ((1,) if method in TEXT else (1, 2, 3))]
+    assert {name: float(loss.detach()) for name, loss in losses.items()} == dict.fromkeys(terms, 0.0)
     _, grads = gradients(drafter, [batch], target)
-    assert all(grad is not None and float(grad.norm()) > 0 for grad in grads.values())
-    for depth in (1, 2, 3):  # and each depth by itself reaches the weights that are its own
+    # Low-rank differences start at zero: their first halves learn from the second step on.
+    assert all(grad is not None and (float(grad.norm()) > 0 or ".down." in name) for name, grad in grads.items())
+    for depth, term in enumerate(terms, 1):  # and each depth by itself reaches the weights that are its own
         drafter.zero_grad(set_to_none=True)
-        drafter(batch, states(target, drafter, batch), 0.0).losses[f"depth_{depth}"].backward()
+        drafter(batch, states(target, drafter, batch), 0.0).losses[term].backward()
         own = [p for n, p in drafter.named_parameters() if n.startswith(f"lm_heads.{depth - 1}.")]
         assert all(p.grad is not None and float(p.grad.norm()) > 0 for p in own)
 
@@ -175,7 +242,7 @@ def test_split_steps_have_the_gradient_of_the_whole(method: str, target: Target)
             )
 
 
-@pytest.mark.parametrize("method", DEPTHS)
+@pytest.mark.parametrize("method", [name for name in DEPTHS if name not in INSIDE])
 def test_empty_batch_gives_every_weight_a_gradient_of_zero(method: str, target: Target) -> None:
     """A process whose rows hold nothing to learn must still take part in the sum over processes."""
     drafter = make(method, target)
@@ -194,7 +261,7 @@ def greedy(target: Target, ids: list[int], new: int) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("method", DEPTHS)
+@pytest.mark.parametrize("method", [name for name in DEPTHS if name not in INSIDE])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_overfits_32_tokens_and_drafts_them(method: str, reduced: bool, target: Target) -> None:
     """Trained on one greedy answer of 32 tokens until every greedy match is 1.0; then drafting from the prompt on, the
@@ -210,12 +277,13 @@ def test_overfits_32_tokens_and_drafts_them(method: str, reduced: bool, target: 
     counts = drafter.denominators(batch, 0.0)
     for step in range(400):
         terms = drafter(batch, out, 0.0)
-        if all(float(terms.metrics[f"accuracy_{d}"][0]) == counts[f"depth_{d}"] for d in (1, 2, 3)) and step > 20:
+        pairs = [terms.metrics[f"accuracy_{d}"] for d in (1, 2, 3)]
+        if all(float(hits) == float(count) > 0 for hits, count in pairs) and step > 20:
             break
         optimiser.zero_grad()
         sum((terms.losses[term] / counts[term] for term in counts), torch.zeros(())).backward()
         optimiser.step()
-    assert {d: float(terms.metrics[f"accuracy_{d}"][0] / counts[f"depth_{d}"]) for d in (1, 2, 3)} == {1: 1, 2: 1, 3: 1}
+    assert [float(hits / count) for hits, count in pairs] == [1, 1, 1]
     drafter.eval()
     state, at, seen = drafter.init(Prefill(1, 60, torch.device("cpu"), torch.float32)), 0, 8
     while seen + 3 < 40:  # `seen` committed tokens, ids[seen] is the anchor, the draft is ids[seen + 1 : seen + 4]
@@ -231,10 +299,11 @@ def test_overfits_32_tokens_and_drafts_them(method: str, reduced: bool, target: 
         state, level = drafter.start(state, commit)
         drafted: list[int] = []
         for k in range(3):
-            row_W = level.logits_BNW[0, k if drafter.parallel > 1 else -1]
+            asks = drafter.parallel == 1 or getattr(drafter, "sequential", False)
+            row_W = level.logits_BNW[0, 0 if asks else k]
             best = int(row_W.argmax())
             drafted.append(best if drafter.d2t_W is None else int(drafter.d2t_W[best]))
-            if drafter.parallel == 1 and k < 2:
+            if asks and k < 2:
                 state, level = drafter.extend(state, torch.tensor([[drafted[-1]]]), torch.tensor([[k]]))
         assert drafted == ids[seen + 1 : seen + 4]
         at, seen = seen, seen + 4
@@ -254,7 +323,7 @@ def test_targets_outside_the_draft_vocabulary_are_rejections(method: str, target
         assert values["accuracy_1"] == values["accuracy_2"] == values["run_length"] == 0
         assert values["lost_mass"] > 0.1 and values["accept_1"] <= 1 - values["lost_mass"] + 1e-5
         assert all(bool(loss.isfinite()) for loss in terms.losses.values())
-        no_ce = oov == "mask" and "feature" not in METHODS[method].Config().objective
+        no_ce = oov == "mask" and "feature" not in (METHODS[method].Config().objective or "")
         assert (float(sum(terms.losses.values()).detach()) == 0) == no_ce
 
 
@@ -308,6 +377,7 @@ def test_bf16_autocast_with_fp32_masters(method: str, tiny: Callable[..., Target
     full, half = tiny(), tiny(dtype=torch.bfloat16)
     drafter = make(method, full).eval()
     want = total_loss(drafter, [batch], full).detach()
+    drafter.bind(half)
     with torch.autocast("cpu", torch.bfloat16):
         loss = total_loss(drafter, [batch], half)
     loss.backward()
@@ -375,7 +445,7 @@ def test_head_size_is_read_not_computed(method: str, width: int, heads: int, hea
     again.load_state_dict(drafter.state_dict())
     losses = [float(total_loss(d.eval(), [batch], target).detach()) for d in (drafter, again)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    if "eagle" in method:
+    if method in ("eagle", "eagle3"):
         assert drafter.self_attn.q_proj.weight.shape[0] == heads * head_dim
 
 
@@ -456,6 +526,25 @@ def test_draft_vocabulary_refused(ids: list[int], words: str, target: Target) ->
         ("eagle3", {"kv_heads": 3}, "4 query heads cannot share 3"),
         ("eagle3", {"objective": "kl + feature_smooth_l1"}, "eagle3 has none"),
         ("eagle", {"noise": -1.0}, "noise"),
+        ("peagle", {"depths": 1}, "depths >= 2"),
+        ("peagle", {"layers": 0}, "layers >= 1"),
+        ("peagle", {"ratio": 0.0}, "ratio"),
+        ("peagle", {"max_anchors": 0}, "max_anchors"),
+        ("peagle", {"mask_id": 256}, "mask_id 256 is no id"),
+        ("peagle", {"taps": (2, 2)}, "ascending"),
+        ("peagle", {"fc_norm": True, "norm_before_fc": True}, "exclude"),
+        ("falcon", {"rounds": 2, "glance": 0.4}, "set glance to 0"),
+        ("falcon", {"glance": 1.5}, "glance"),
+        ("falcon", {"noise": -1.0}, "noise"),
+        ("falcon", {"anchors": 0}, "anchors"),
+        ("dual_view", {"block": 0}, "at least one depth, got 0"),
+        ("dual_view", {"rank": 0}, "rank"),
+        ("dual_view", {"alpha": 0.0}, "alpha"),
+        ("dual_view", {"objective": "feature_smooth_l1 + kl"}, "dual_view has none"),
+        ("prompt_tokens", {"variant": "bitta"}, "bita, ppd, pass, got 'bitta'"),
+        ("prompt_tokens", {"members": 0}, "members"),
+        ("prompt_tokens", {"prefix": -1}, "prefix"),
+        ("prompt_tokens", {"depth_weight": 1.5}, "depth_weight"),
         ("medusa", {"layers": 0}, "layers"),
         ("hydra", {"dropout": 1.0}, "dropout"),
     ],
@@ -569,3 +658,47 @@ def test_mlp_from_the_targets_last_layer(family: str, tiny: Callable[..., Target
 def test_mlp_from_the_target_refused(family: str, options: dict[str, Any], tiny: Callable[..., Target]) -> None:
     with pytest.raises(ValueError, match=r"set drafter\.mlp_from_target to false"):
         make("eagle3", tiny(family=family), mlp_from_target=True, **options)
+
+
+def test_peagle_drops_slots_in_training_and_none_in_evaluation(target: Target) -> None:
+    """Fewer slots of the deeper depths, others in every epoch; what is kept has the logits it has among all."""
+    batch = one_row(torch.randint(3, 250, (120,)).tolist(), list(range(20, 120)))
+    drafter = make("peagle", target, ratio=0.5, least=0.1, depths=4)
+    metrics = {}
+    for train in (True, False):
+        drafter.train(train)
+        terms = drafter(batch, states(target, drafter, batch), 0.0)
+        metrics[train] = [float(terms.metrics[f"accuracy_{d}"][1]) for d in (1, 2, 3, 4)]
+        assert sum(metrics[train]) == drafter.denominators(batch, 0.0)["slots"]
+    assert metrics == {True: [99, 49, 24, 12], False: [99, 98, 97, 96]}
+    few = make("peagle", target, ratio=1.0, max_anchors=5, depths=4)
+    some, every = (few.train(train).denominators(batch, 0.0)["slots"] for train in (True, False))
+    assert 99 < some <= 99 + 5 * 3 and every == 390
+    weights = [drafter.train().layout(dataclasses.replace(batch, epoch=e))[0].anchor_BQ for e in (0, 0, 1)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_peagles_dropped_slots_change_no_logit_of_the_kept(target: Target, logits_of_training: Any) -> None:
+    batch = one_row(torch.randint(3, 250, (60,)).tolist(), list(range(20, 60)))
+    drafter = make("peagle", target, ratio=0.5, least=0.1, depths=4)
+    out = states(target, drafter, batch)
+    some, full = (logits_of_training(drafter.train(train), batch, out) for train in (True, False))
+    assert [len(depth) for depth in some] == [39, 19, 9, 4]
+    for kept, every in zip(some, full, strict=True):
+        for state, logits_W in kept.items():
+            torch.testing.assert_close(logits_W, every[state], atol=1e-5, rtol=1e-5)
+
+
+def test_peagle_starts_from_the_targets_norm_head_and_mean_embedding(target: Target) -> None:
+    drafter = make("peagle", target, torch.arange(3, 90))
+    stream = torch.randn(5, 48)
+    got, want = drafter.lm_head(drafter.norm(stream)), target.head(target.norm(stream), drafter.d2t_W)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(drafter.mask_embed.detach(), target.embed_weight.mean(0))
+    assert int(drafter.mask_id) == 0  # the tiny tokenizer's unknown token, which it never needs
+    embed, feature = drafter.inputs(torch.randn(1, 2, 3, 48), torch.tensor([[0, 4]]), target.embed, 2)
+    for i in (0, 2, 3):  # the mask's id stands for the mask wherever it is met
+        assert torch.equal(embed[0, i], drafter.mask_embed)
+    assert torch.equal(embed[0, 1], target.embed_weight[4]) and torch.equal(feature[0, 2], feature[0, 3])
+    with pytest.raises(ValueError, match="all 3 depths at once"):
+        drafter.extend(None, torch.tensor([[1]]), torch.tensor([[0]]))

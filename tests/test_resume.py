@@ -34,7 +34,7 @@ from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids
 from draftsmith.data.encode import Sample
 from draftsmith.models import METHODS
-from draftsmith.models.target import Target, document_mask
+from draftsmith.models.target import Target, live_states
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import Summary, train
 from draftsmith.train.stream import Stream
@@ -44,6 +44,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hydra": {"heads": 2, "dropout": 0.2},  # dropout draws from torch's generator: that is part of the state
     "medusa": {"heads": 2},
     "eagle": {"steps": 2},
+    "dual_view": {"block": 2, "rank": 4},
+    "prompt_tokens": {"tokens": 2, "prefix": 2},
+    "peagle": {"depths": 3, "layers": 2},
+    "draft_model": {"on_policy": 0.5},
+    "pard": {"depths": 3},
+    "dflash": {"block": 4, "layers": 1, "anchors": 3, "variable_prefix": True},
+    "dspark": {"block": 3, "layers": 1, "anchors": 3, "rank": 8},
 }
 
 
@@ -87,10 +94,7 @@ def launch(
         if on_micro_batch:
             on_micro_batch(count)
         count += 1
-        out = target.forward(
-            batch.ids_BT, batch.positions_BT, see_BTA=document_mask(batch.samples_BT), taps=drafter.taps
-        )
-        return TargetOut(out.taps_BTPD, out.last_hidden_BTD, head=target.head, embed=target.embed)
+        return live_states(target, drafter, batch)
 
     batch = config.batch
     stream = Stream(

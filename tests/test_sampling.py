@@ -4,6 +4,7 @@ Every seed is fixed, so no test here can fail by chance.
 """
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -93,13 +94,22 @@ def sample(
 MODES = {
     "plain": (False, DecodeConfig()),
     "ratio": (True, DecodeConfig(k=2, verifier="ratio")),
+    "cut": (True, DecodeConfig(k=2, tree="cut", threshold=0.45, verifier="ratio")),
     "ratio_tree": (
         True,
         DecodeConfig(k=2, tree="static", choices=((0,), (1,), (0, 0), (0, 1), (1, 0)), verifier="ratio_tree"),
     ),
+    "block": (True, DecodeConfig(k=2, verifier="block")),
+    "traversal": (
+        True,
+        DecodeConfig(k=2, tree="static", choices=((0,), (1,), (0, 0), (0, 1), (1, 0)), verifier="traversal"),
+    ),
     "target_only": (True, DecodeConfig(k=2, tree="dynamic", width=2, nodes=5, verifier="target_only")),
     "sample_match": (True, DecodeConfig(k=2, tree="dynamic", width=2, nodes=4, verifier="sample_match")),
 }
+
+
+COINS = ("ratio", "ratio_tree", "block", "traversal", "target_only")  # exact modes whose rule has coins of its own
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -122,7 +132,7 @@ def test_joint_law_of_100k_answers(target: Any, drafter: Any, mode: str) -> None
     ],
     ids=["top_k", "top_p", "min_p"],
 )
-@pytest.mark.parametrize("mode", ["ratio", "ratio_tree", "target_only"])
+@pytest.mark.parametrize("mode", COINS)
 def test_truncated_laws(target: Any, drafter: Any, mode: str, params: SamplingParams) -> None:
     n = 8_000
     counts = sample(target, drafter, MODES[mode][1], params, n, first_seed=10**6)
@@ -133,7 +143,7 @@ def test_a_draft_vocabulary_and_another_draft_temperature_keep_the_law(target: A
     d2t_W = torch.tensor([0, 1, 3])
     narrow = scripted.Drafter(lambda before, last, depth: Q_VVV[before, last][..., d2t_W], d2t_W)
     params = SamplingParams(temperature=0.9, max_new_tokens=3)
-    for decode in (MODES["ratio"][1], MODES["ratio_tree"][1]):
+    for decode in (MODES[mode][1] for mode in COINS if mode != "target_only"):
         counts = sample(target, narrow, replace(decode, draft_temperature=0.4), params, 8_000, first_seed=5 * 10**6)
         assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3
 
@@ -141,23 +151,28 @@ def test_a_draft_vocabulary_and_another_draft_temperature_keep_the_law(target: A
 def test_independent_heads_keep_the_law(target: Any, scripted: Any) -> None:
     heads = scripted.Drafter(lambda before, last, depth: Q_VVV[before, last] * (0.5 + depth / 2), parallel=2)
     params = SamplingParams(temperature=0.9, max_new_tokens=3)
-    for mode in ("ratio", "ratio_tree", "target_only"):
-        counts = sample(target, heads, MODES[mode][1], params, 8_000, first_seed=6 * 10**6)
-        assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3, mode
+    fixed = [DecodeConfig(k=2, tree=tree, width=2, nodes=4) for tree in ("cape", "opt", "best_first", "capped", "ppd")]
+    for decode in (*(MODES[mode][1] for mode in COINS), MODES["cut"][1], *fixed):
+        counts = sample(target, heads, decode, params, 8_000, first_seed=6 * 10**6)
+        assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3, (decode.tree, decode.verifier)
+        rule = generate(target, [PROMPT], params, heads, decode)[0].stats.rule
+        assert (rule == "target_only") == (decode in fixed or decode.verifier == "target_only")
 
 
-def test_penalties_follow_each_nodes_own_path(target: Any, drafter: Any) -> None:
+def test_penalties_follow_each_nodes_own_path(target: Any, drafter: Any, scripted: Any) -> None:
     """Sample-match repeats plain sampling only if every node saw the penalties of its own path."""
     params = SamplingParams(
         temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3, max_new_tokens=24, seed=5
     )
     plain = generate(target, [PROMPT], params)[0]
-    for tree in ("chain", "static", "dynamic"):
+    heads = scripted.Drafter(by_table(Q_VVV), parallel=4)
+    for tree, builder in speculate.TREES.items():
         decode = DecodeConfig(k=4, tree=tree, width=3, nodes=12, verifier="sample_match")
-        got = generate(target, [PROMPT], params, drafter, decode)[0]
+        some = heads if builder.at_once else drafter
+        got = generate(target, [PROMPT], params, some, decode)[0]
         assert got.ids == plain.ids and got.stats.from_draft > 0
         greedy = replace(params, temperature=0.0)
-        pair = [generate(target, [PROMPT], greedy, d, DecodeConfig(k=4, tree=tree)) for d in (None, drafter)]
+        pair = [generate(target, [PROMPT], greedy, d, DecodeConfig(k=4, tree=tree)) for d in (None, some)]
         assert pair[0][0].ids == pair[1][0].ids
     heavy = SamplingParams(temperature=1.0, frequency_penalty=0.7, max_new_tokens=2)
     exact: dict[tuple[int, ...], float] = {}
@@ -166,9 +181,38 @@ def test_penalties_follow_each_nodes_own_path(target: Any, drafter: Any) -> None
         after = P_VVV[2, a].clone()
         after[a] -= 0.7
         exact[(a, b)] = first * float(torch.softmax(after, -1)[b])
-    for mode in ("plain", "ratio", "ratio_tree", "target_only"):
+    for mode in ("plain", *COINS):
         counts = sample(target, drafter if MODES[mode][0] else None, MODES[mode][1], heavy, 8_000, first_seed=10**7)
         assert p_value(counts, exact, 8_000) > 1e-3, mode
+
+
+@pytest.mark.parametrize("name", ["block", "traversal"])
+def test_whole_paths_take_fixed_candidates(target: Any, drafter: Any, scripted: Any, name: str) -> None:
+    tree = "chain" if name == "block" else "dynamic"
+    decode = DecodeConfig(k=2, tree=tree, width=2, nodes=5, verifier=name, draft_temperature=0.0)
+    params = SamplingParams(temperature=0.9, max_new_tokens=3)
+    counts = sample(target, drafter, decode, params, 8_000, first_seed=8 * 10**6)
+    assert p_value(counts, law(params, 3, PROMPT), 8_000) > 1e-3
+    cold = replace(params, temperature=0.0, max_new_tokens=24)
+    right = scripted.Drafter(by_table(P_VVV))
+    plain, got = (generate(target, [PROMPT], cold, *some)[0] for some in ((), (right, decode)))
+    assert got.ids == plain.ids and got.stats.from_draft > 0 and got.stats.rule == name
+
+
+def test_whole_paths_keep_more_end_to_end(target: Any, drafter: Any) -> None:
+    """Tokens per verification of 400 answers of 40 tokens."""
+    for by_token, by_path in (("ratio", "block"), ("ratio_tree", "traversal")):
+        taus = []
+        for mode in (by_token, by_path):
+            each = [SamplingParams(temperature=0.8, max_new_tokens=40, seed=i, ignore_eos=True) for i in range(400)]
+            decode = replace(MODES[mode][1], k=4, max_rows=400)
+            if by_token == "ratio_tree":
+                choices = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0))
+                decode = replace(decode, choices=choices)
+            results = generate(target, [PROMPT] * 400, each, drafter, decode)
+            stats = [r.stats for r in results]
+            taus.append(sum(s.committed - s.requests for s in stats) / sum(s.verifies for s in stats))
+        assert taus[1] > taus[0] * 1.01, (by_path, taus)
 
 
 def test_fault_shared_noise_is_caught(target: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +245,22 @@ def test_fault_q_without_temperature_is_caught_end_to_end(
     params = SamplingParams(temperature=0.8, max_new_tokens=3)
     monkeypatch.setitem(speculate.TREES, "chain", replace(builder, build=broken))
     counts = sample(target, drafter, MODES["ratio"][1], params, 10_000)
+    assert p_value(counts, law(params, 3, PROMPT), 10_000) < 1e-6
+
+
+def test_fault_a_cut_by_the_drawn_tokens_own_chance_is_caught(
+    target: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A position dropped because an unlikely token was drawn for it: what stays is no longer drawn from q."""
+    builder = speculate.TREES["cut"]
+
+    def broken(*arguments: Any) -> Any:
+        state, tree = speculate.TREES["chain"].build(*arguments)
+        return state, replace(tree, valid_BN=(tree.log_probs_BN > math.log(0.3)).int().cumprod(1).bool())
+
+    params = SamplingParams(temperature=0.8, max_new_tokens=3)
+    monkeypatch.setitem(speculate.TREES, "cut", replace(builder, build=broken))
+    counts = sample(target, drafter, MODES["cut"][1], params, 10_000)
     assert p_value(counts, law(params, 3, PROMPT), 10_000) < 1e-6
 
 
@@ -250,13 +310,14 @@ def test_b43_seeds_belong_to_requests(target: Any, drafter: Any, scripted: Any) 
     assert sum(a.ids != b.ids for a, b in pairs) >= 19
 
 
-def test_sample_match_repeats_plain_sampling(target: Any, drafter: Any) -> None:
+def test_sample_match_repeats_plain_sampling(target: Any, drafter: Any, scripted: Any) -> None:
     prompts = [[1, 2], [0, 3, 1], [2, 2]]
     each = [SamplingParams(temperature=t, top_p=0.95, max_new_tokens=40, seed=i) for i, t in enumerate((0.5, 1.0, 0.0))]
     plain = [r.ids for r in generate(target, prompts, each)]
-    for tree in ("chain", "static", "dynamic"):
+    heads = scripted.Drafter(by_table(Q_VVV), parallel=3)
+    for tree, builder in speculate.TREES.items():
         decode = DecodeConfig(k=3, tree=tree, verifier="sample_match")
-        results = generate(target, prompts, each, drafter, decode)
+        results = generate(target, prompts, each, heads if builder.at_once else drafter, decode)
         assert [r.ids for r in results] == plain
         assert all(r.stats.rule == "sample_match" for r in results) and sum(r.stats.from_draft for r in results) > 10
 
@@ -275,7 +336,7 @@ def test_b44_temperature_has_its_effect(scripted: Any, drafter: Any, mode: str) 
     assert float(-(share_V * share_V.log()).sum()) > 1.38
 
 
-@pytest.mark.parametrize("mode", ["plain", "ratio", "ratio_tree", "target_only", "sample_match"])
+@pytest.mark.parametrize("mode", MODES)
 def test_b44_temperatures_mix_in_one_batch(target: Any, drafter: Any, mode: str) -> None:
     speculates, decode = MODES[mode]
     some = drafter if speculates else None

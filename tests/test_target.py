@@ -241,6 +241,44 @@ def test_what_lies_behind_the_committed_slots_is_never_seen(target: Target) -> N
         assert torch.equal(clean, poisoned)
 
 
+def test_a_prefix_is_seen_by_whom_the_mask_says(target: Target) -> None:
+    """Its rows on a ragged cache, through windows, equal a pass without a cache; the others equal a pass without it; it
+    leaves nothing behind; gradients reach it."""
+    facts, rows = target.facts, [_ids(n, seed=n).tolist() for n in (9, 4, 2)]
+    shape = (facts.layers, 2, facts.kv_heads, 3, facts.head_dim)
+    prefix_kv = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    new_BT = _ids(3, 5, seed=7)
+    sees_T = torch.tensor([False, True, False, True, True])
+    see_TA = torch.cat([torch.ones(5, 5, dtype=torch.bool).tril(), sees_T[:, None].expand(5, 3)], 1)
+    with torch.no_grad():
+        cache = _prefill(target, rows, slots=20)
+        positions_BT = cache.lengths_B[:, None] + torch.arange(5)
+        states = target.forward(
+            new_BT, positions_BT, cache=cache, see_BTA=see_TA.expand(3, 5, 8), prefix_kv=prefix_kv, taps=(2,)
+        )
+        cache.commit(torch.tensor([1, 1, 1]))
+        after = target.forward(new_BT[:, 1:], positions_BT[:, 1:], cache=cache).last_hidden_BTD
+    for b, row in enumerate(rows):
+        ids_BT, t = torch.tensor([[*row, *new_BT[b].tolist()]]), len(row) + 5
+        see_TT = torch.ones(t, t, dtype=torch.bool).tril()
+        plain = target.forward(ids_BT, _positions(1, t)).last_hidden_BTD
+        _close(after[b], plain[0, -4:])
+        _close(states.last_hidden_BTD[b, 0], plain[0, -5])
+        see_TX = torch.cat([see_TT, torch.cat([torch.zeros(t - 5, dtype=torch.bool), sees_T])[:, None].expand(t, 3)], 1)
+        alone = target.forward(ids_BT, _positions(1, t), see_BTA=see_TX[None], prefix_kv=prefix_kv, taps=(2,))
+        _close(states.last_hidden_BTD[b], alone.last_hidden_BTD[0, -5:].detach())
+        assert states.taps_BTPD is not None and alone.taps_BTPD is not None
+        _close(states.taps_BTPD[b], alone.taps_BTPD[0, -5:].detach())
+        assert float((alone.last_hidden_BTD[0, -4:].detach() - plain[0, -4:]).abs().max()) > 1e-2
+        alone.last_hidden_BTD[0, -1].square().sum().backward()
+    assert prefix_kv.grad is not None and bool(torch.isfinite(prefix_kv.grad).all())
+    assert all(bool(prefix_kv.grad[layer].any()) for layer in range(facts.layers))
+    with pytest.raises(ValueError, match="prefix_kv needs see_BTA"):
+        target.forward(new_BT, positions_BT, prefix_kv=prefix_kv)
+    with pytest.raises(ValueError, match=r"prefix_kv of shape \[1, 2, .* takes \[4, 2, "):
+        target.forward(new_BT, positions_BT, see_BTA=see_TA.expand(3, 5, 8), prefix_kv=prefix_kv[:1])
+
+
 @torch.no_grad()
 def test_packed_documents_are_isolated(target: Target) -> None:
     documents = [_ids(n, seed=n).tolist() for n in (7, 3, 8)]

@@ -18,6 +18,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from draftsmith.inference.load import load_drafter
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
-from draftsmith.models.target import Target, document_mask, load_target
+from draftsmith.models.target import Target, live_states, load_target
 from draftsmith.train import checkpoint, engine
 from draftsmith.train.loop import Summary, train
 from draftsmith.train.stream import Stream
@@ -130,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world=accelerator.num_processes,
     )
     prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
+    heldout = [collate([sample], config.seed) for sample in heldout_samples]
 
     summary = train(
         config,
@@ -138,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream,
         states_of,
         folder,
-        heldout=[collate([sample], config.seed) for sample in heldout_samples],
+        heldout=heldout,
         heldout_states_of=heldout_states_of,
         probe=speculative_probe(target, prompts, config) if prompts else None,
     )
@@ -151,6 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"stopped at step {summary.state.step} (budget.stop_at); the same command goes on from there")
         return 0
     if accelerator.is_main_process:
+        if hasattr(drafter, "calibrate"):  # drafters that foresee their own acceptance
+            drafter.calibrate(heldout, heldout_states_of)
         place = write_export(drafter, target, folder, config, argv, samples, summary)
         say(f"export: {place}\nnext: draftsmith evaluate --model {place}")
     accelerator.wait_for_everyone()
@@ -230,6 +234,8 @@ def states(
 ) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
     """The usable samples, and a function that gives the target's states of a batch of them."""
     needs_last = bool({"last_hidden", "teacher"} & drafter.loss_needs)
+    if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
+        return samples, lambda batch: TargetOut(head=target.head, embed=target.embed)
     if config.states.source == "captured" and samples:
         place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
         store = capture(
@@ -249,13 +255,7 @@ def states(
 
         return store.usable(samples), stored
 
-    def live(batch: Batch) -> TargetOut:
-        see_BTT = document_mask(batch.samples_BT)
-        out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
-        last_hidden_BTD = out.last_hidden_BTD if needs_last else None
-        return TargetOut(out.taps_BTPD, last_hidden_BTD, head=target.head, embed=target.embed)
-
-    return samples, live
+    return samples, partial(live_states, target, drafter)
 
 
 def speculative_probe(
@@ -291,7 +291,8 @@ def write_export(
 ) -> Path:
     """`export/` of the run, with what training estimated for `draftsmith evaluate` to be held against."""
     state, heldout = summary.state, summary.heldout or last_heldout(folder)
-    # Greedy acceptance by depth: `accuracy_d` counts agreement with the target's own choice after correct tokens.
+    # `accuracy_d` counts agreement with the target's own choice where all tokens before are the data's; for heads that
+    # do not see those (Medusa, parallel drafters) that is below the acceptance after accepted ones.
     depths = sorted(int(name.removeprefix("accuracy_")) for name in heldout if name.startswith("accuracy_"))
     alpha = [heldout[f"accuracy_{depth}"] for depth in depths]
     estimated = {"k": len(alpha), "tau": heldout["tau"], "alpha": alpha} if "tau" in heldout else None

@@ -131,6 +131,7 @@ def train(
     drafter.to(device).train()
     module = LossModule(drafter, config.precision, device)
     model, optimisers = engine.wrap(accelerator, module, make_optimisers(drafter, config.optim))
+    rewrite: Callable[[Batch, float], Batch] | None = getattr(drafter, "rewrite", None)
 
     # 2. Where the run stands.
     state, settings = State(), asdict(config)
@@ -208,6 +209,8 @@ def train(
                     break
                 last = i == len(batches) - 1
                 with torch.no_grad():
+                    if rewrite is not None:  # on-policy methods: own samples, before the target reads them
+                        batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
                 with accelerator.no_sync(model) if not last else nullcontext():
                     part, pairs = model(batch, target_out, min(used, 1.0), counts)

@@ -50,16 +50,20 @@ class Packed:
 @dataclass(frozen=True)
 class Unpacked:
     """The way back: the drafter's own parameters and its draft ids (absolute, sorted; None = all of V).
-    `target_head`: head rows in the file that must be the target's own (of the draft ids)."""
+    `target_head`: head rows in the file that must be the target's own (of the draft ids); `target_embed`: an embedding
+    table that must be, but for the rows `own_rows`."""
 
     state: dict[str, Tensor]
     draft_ids: Tensor | None
     target_head: Tensor | None = None
+    target_embed: Tensor | None = None
+    own_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Exporter:
-    """One file form. `serve(config, target, draft, k)` gives command lines per engine; `loads` says which engines read it."""
+    """One file form. `serve(config, target, draft, k)` gives command lines per engine; `loads` says which engines read it,
+    `holds` what is in the file."""
 
     method: str
     form: str
@@ -68,6 +72,7 @@ class Exporter:
     slots: Callable[[Mapping[str, Any]], dict[str, Slot]]
     unpack: Callable[[Mapping[str, Any], dict[str, Tensor]], Unpacked]
     serve: Callable[[Mapping[str, Any], str, str, int], dict[str, str]]
+    holds: str = "draft head"
 
 
 @dataclass(frozen=True)

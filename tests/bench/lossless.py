@@ -2,7 +2,7 @@
 
 1. float64, a tiny random-weight target, 300 prompts x 64 tokens: every method x tree x batch {1, 4} against plain
    decoding in the same runtime. Random heads are mostly wrong, so a look-up of the known answers, partly made wrong,
-   rides along as one more drafter. Bar: not one differing token.
+   rides along as one more drafter, and so do the training-free ones. Bar: not one differing token.
 2. The real target in bf16, chains at a fixed width, K in {2, 4}, batch {1, 4}: the same ids and the same logits, bit by
    bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads; methods without
    one are tested with fresh heads. Bars: no differing id, no differing row of logits.
@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.sources import DataConfig, load_conversations
-from draftsmith.inference.load import load_drafter, read_export_config
-from draftsmith.inference.speculate import DecodeConfig, Result, generate
-from draftsmith.inference.trees import TREES
+from draftsmith.inference.load import free_drafter, load_drafter, read_export_config
+from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate
+from draftsmith.inference.trees import TREES, fits
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models import METHODS
-from draftsmith.models.drafter import Commit, Prefill
+from draftsmith.models import METHODS, TRAINING_FREE
+from draftsmith.models.drafter import Budget, Commit, Prefill
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tree import Tree
 
@@ -41,6 +41,12 @@ SHAPES = {
     "chain": DecodeConfig(k=4),
     "static": DecodeConfig(k=4, tree="static", width=4, nodes=16),
     "dynamic": DecodeConfig(k=4, tree="dynamic", width=3, nodes=12),
+    "cut": DecodeConfig(k=4, tree="cut", threshold=0.02),
+    "cape": DecodeConfig(k=4, tree="cape", width=4, nodes=12),
+    "opt": DecodeConfig(k=4, tree="opt", nodes=12, threshold=0.05),
+    "best_first": DecodeConfig(k=4, tree="best_first", nodes=12),
+    "capped": DecodeConfig(k=4, tree="capped", width=4, nodes=12),
+    "ppd": DecodeConfig(k=4, tree="ppd", width=4, nodes=12),
 }
 Answer = tuple[list[int], Tensor | None]  # ids, and the logits they were chosen from
 
@@ -58,17 +64,18 @@ class LookUp:
     def init(self, prefill: Prefill) -> None:
         return None
 
-    def propose(self, state: None, commit: Commit, budget: int, params: Any, draft: Any) -> tuple[None, Tree]:
+    def propose(self, state: None, commit: Commit, budget: Budget, params: Any, draft: Any) -> tuple[None, Tree]:
         self.turn += 1
-        right = (self.turn * 7) % (budget + 1)
+        n = budget.nodes
+        right = (self.turn * 7) % (n + 1)
         drafts = []
         for b, (start, answer) in enumerate(self.rows):
             last = max(int(commit.counts_B[b]) - 1, 0)
             at = int(commit.positions_BT[b, last]) + 1 - start
-            ahead = (answer[at + 1 :] + [0] * budget)[:budget]
+            ahead = (answer[at + 1 :] + [0] * n)[:n]
             drafts.append([x if j < right else (x + 1) % self.tokens for j, x in enumerate(ahead)])
         tokens_BN = torch.tensor(drafts)
-        steps_BN = torch.arange(budget).expand_as(tokens_BN)
+        steps_BN = torch.arange(n).expand_as(tokens_BN)
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
         return state, Tree(tokens_BN, steps_BN, steps_BN + 1, torch.zeros(tokens_BN.shape), valid_BN)
 
@@ -99,7 +106,9 @@ class Kept:
 
 
 def fresh(method: str, target: Target) -> Any:
-    """An untrained head, by fixed seed."""
+    """An untrained head, by fixed seed; or a drafter that has nothing to train."""
+    if method in TRAINING_FREE:
+        return free_drafter(method, target)
     torch.manual_seed(0)
     drafter = METHODS[method](METHODS[method].Config(), target.facts)
     drafter.init_from_target(target)
@@ -131,7 +140,7 @@ def drafter_for(name: str, target: Target, prompts: list[list[int]], want: list[
     """By method, folder, or the look-up of these answers."""
     if name == "look-up":
         return LookUp(prompts, [ids for ids, _ in want], target.facts.tokens)
-    return fresh(name, target) if name in METHODS else load_drafter(name, target)
+    return fresh(name, target) if name in METHODS or name in TRAINING_FREE else load_drafter(name, target)
 
 
 def run_batches(
@@ -165,10 +174,12 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
     prompts = random_prompts(prompts_n, target.facts.tokens)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     table = []
-    for method in [*METHODS, "look-up"]:
+    for method in [*METHODS, *TRAINING_FREE, "look-up"]:
         for tree, shape in SHAPES.items():
             if method == "look-up" and tree != "chain":
                 continue  # it proposes chains
+            if method != "look-up" and not fits(tree, fresh(method, target)):
+                continue  # it is asked level by level
             for batch in (1, 4):
                 row: dict[str, Any] = {"target": "tiny float64", "drafter": method, "tree": tree, "batch": batch}
                 for first in range(0, prompts_n, part):
@@ -201,7 +212,7 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
 def bits_fixed_width(kept: Kept, name: str, models: list[str], prompts_n: int, new: int) -> list[dict[str, Any]]:
     """Part 2."""
     trained = {model: read_export_config(model)["draftsmith"]["method"] for model in models}
-    drafters = [*models, *(m for m in METHODS if m not in trained.values()), "look-up"]
+    drafters = [*models, *(m for m in METHODS if m not in trained.values()), *TRAINING_FREE, "look-up"]
     cells = [(k, batch, drafter) for k in (2, 4) for batch in (1, 4) for drafter in drafters]
     made: list[Any] = []  # target and prompts, when something is left to do
     plain: dict[tuple[int, int], list[Answer]] = {}
@@ -226,11 +237,15 @@ def bits_fixed_width(kept: Kept, name: str, models: list[str], prompts_n: int, n
 
     def run(k: int, batch: int, drafter: str) -> dict[str, Any]:
         target, prompts = ready()
-        decode = DecodeConfig(k=k, fixed_width=k + 1, max_rows=batch, keep_logits=True)
-        if (k, batch) not in plain:
+        head = None if drafter == "look-up" else drafter_for(drafter, target, [], [])
+        width = k + 1 if head is None else chain_width(head, DecodeConfig(k=k))
+        if width is None:
+            return {"skipped": "its prefix adds keys that plain decoding has not"}
+        decode = DecodeConfig(k=k, fixed_width=width, max_rows=batch, keep_logits=True)
+        if (width, batch) not in plain:
             plain.clear()  # logits of one width at a time
-            plain[k, batch] = [(r.ids, r.logits) for r in generate(target, prompts, params, None, decode)]
-        want = plain[k, batch]
+            plain[width, batch] = [(r.ids, r.logits) for r in generate(target, prompts, params, None, decode)]
+        want = plain[width, batch]
         return compare(want, run_batches(target, prompts, params, drafter, decode, want))
 
     table = []
@@ -238,6 +253,8 @@ def bits_fixed_width(kept: Kept, name: str, models: list[str], prompts_n: int, n
         shown = f"{trained[drafter]} (trained)" if drafter in trained else drafter
         key = f"bf16 {name} {drafter} k {k} batch {batch} {prompts_n}x{new}"
         done = kept.get(key, lambda k=k, batch=batch, drafter=drafter: run(k, batch, drafter))
+        if "skipped" in done:
+            continue
         row = {"target": f"{name} bfloat16", "drafter": shown, "tree": f"chain k={k}", "batch": batch}
         table.append(row | {key: value for key, value in done.items() if key != "key"})
     return table
