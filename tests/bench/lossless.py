@@ -7,7 +7,8 @@
    bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads; methods without
    one are tested with fresh heads. Bars: no differing id, no differing row of logits.
 
-    python tests/bench/lossless.py                          # about an hour on two cores; resumes where it stopped
+    python tests/bench/lossless.py                          # hours on two cores; resumes where it stopped
+    python tests/bench/lossless.py --only medusa hydra eagle eagle3 --trees chain static dynamic
     python tests/bench/lossless.py --model runs/demo/export
     python tests/bench/lossless.py --quick                  # a sanity run, under a minute
 
@@ -48,6 +49,7 @@ SHAPES = {
     "capped": DecodeConfig(k=4, tree="capped", width=4, nodes=12),
     "ppd": DecodeConfig(k=4, tree="ppd", width=4, nodes=12),
 }
+DRAFTERS = [*METHODS, *TRAINING_FREE, "look-up"]
 Answer = tuple[list[int], Tensor | None]  # ids, and the logits they were chosen from
 
 
@@ -168,14 +170,17 @@ def random_prompts(n: int, tokens: int) -> list[list[int]]:
     return [torch.randint(tokens, (length,), generator=dice).tolist() for length in lengths]
 
 
-def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict[str, Any]]:
+def tokens_float64(
+    kept: Kept, prompts_n: int, new: int, part: int, drafters: list[str], trees: list[str]
+) -> list[dict[str, Any]]:
     """Part 1; `part` prompts at a time, so that it can resume."""
     target = load_target("tiny", dtype="float64")
     prompts = random_prompts(prompts_n, target.facts.tokens)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     table = []
-    for method in [*METHODS, *TRAINING_FREE, "look-up"]:
-        for tree, shape in SHAPES.items():
+    for method in drafters:
+        for tree in trees:
+            shape = SHAPES[tree]
             if method == "look-up" and tree != "chain":
                 continue  # it proposes chains
             if method != "look-up" and not fits(tree, fresh(method, target)):
@@ -209,11 +214,13 @@ def tokens_float64(kept: Kept, prompts_n: int, new: int, part: int) -> list[dict
     return table
 
 
-def bits_fixed_width(kept: Kept, name: str, models: list[str], prompts_n: int, new: int) -> list[dict[str, Any]]:
-    """Part 2."""
+def bits_fixed_width(
+    kept: Kept, name: str, models: list[str], prompts_n: int, new: int, drafters: list[str]
+) -> list[dict[str, Any]]:
+    """Part 2: the trained heads `models`, and `drafters` of other methods."""
     trained = {model: read_export_config(model)["draftsmith"]["method"] for model in models}
-    drafters = [*models, *(m for m in METHODS if m not in trained.values()), *TRAINING_FREE, "look-up"]
-    cells = [(k, batch, drafter) for k in (2, 4) for batch in (1, 4) for drafter in drafters]
+    everyone = [*models, *(name for name in drafters if name not in trained.values())]
+    cells = [(k, batch, drafter) for k in (2, 4) for batch in (1, 4) for drafter in everyone]
     made: list[Any] = []  # target and prompts, when something is left to do
     plain: dict[tuple[int, int], list[Answer]] = {}
     params = SamplingParams(max_new_tokens=new)
@@ -269,6 +276,10 @@ def main() -> None:
     parser.add_argument("--real-prompts", type=int, default=12, help="prompts of part 2 (default: 12)")
     parser.add_argument("--real-tokens", type=int, default=48, help="tokens per prompt of part 2 (default: 48)")
     parser.add_argument(
+        "--only", nargs="+", choices=DRAFTERS, default=DRAFTERS, metavar="DRAFTER", help=", ".join(DRAFTERS)
+    )
+    parser.add_argument("--trees", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="TREE", help="of part 1")
+    parser.add_argument(
         "--out", type=Path, default=Path("runs/bench/lossless.jsonl"), help="where finished parts are kept"
     )
     parser.add_argument("--quick", action="store_true", help="tiny targets, few prompts; keeps nothing")
@@ -283,8 +294,8 @@ def main() -> None:
             (args.prompts, args.tokens, 60),
             (args.target, args.real_prompts, args.real_tokens),
         )
-    first = tokens_float64(kept, *sizes)
-    second = bits_fixed_width(kept, real[0], [] if args.quick else args.model, *real[1:])
+    first = tokens_float64(kept, *sizes, args.only, args.trees)
+    second = bits_fixed_width(kept, real[0], [] if args.quick else args.model, *real[1:], args.only)
 
     columns = ["target", "drafter", "tree", "batch", "prompts", "tokens", "accepted", "verifies", "different_ids"]
     print("  ".join(f"{c:>16}" for c in [*columns, "different_logits"]))
