@@ -12,8 +12,6 @@ Tests: tests/test_export.py.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,20 @@ from torch import Tensor
 
 from ...models.drafter import Drafter
 from .eagle3 import draft_ids_of, draft_maps
-from .layout import Exporter, Packed, Slot, Unpacked, attention_slots, engine_limits, mlp_slots, rope_keys, shape_of
+from .layout import (
+    Exporter,
+    Packed,
+    Slot,
+    Unpacked,
+    attention_slots,
+    engine_limits,
+    measure,
+    mlp_slots,
+    rope_keys,
+    sglang,
+    shape_of,
+    vllm,
+)
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -158,19 +169,12 @@ def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[st
     options = config["draftsmith"]["config"]
     if options["sample_from_anchor"]:
         return {
-            "No serving engine is known to draft from the anchor's slot of this form; measure it with": (
-                f"draftsmith evaluate --model {shlex.quote(draft)} --suite mini"
-            )
+            "No serving engine is known to draft from the anchor's slot of this form; measure it with": measure(draft)
         }
-    speculative = json.dumps(
-        {"method": "dflash", "model": draft, "num_speculative_tokens": min(k, options["block"] - 1)}
-    )
-    lines = {"vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"}
+    tokens = min(k, options["block"] - 1)
+    lines = {"vLLM": vllm(target, {"method": "dflash", "model": draft, "num_speculative_tokens": tokens})}
     if "draft_vocab_size" not in config:
-        lines["SGLang"] = (
-            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
-            f"--speculative-draft-model-path {shlex.quote(draft)} --speculative-num-draft-tokens {options['block']}"
-        )
+        lines["SGLang"] = sglang(target, draft, "DFLASH", options["block"])
     return lines
 
 

@@ -10,8 +10,6 @@ Tests: tests/test_export.py.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from ...models.drafter import Drafter
 from ...models.small_lm import random_model
-from .layout import Exporter, Packed, Slot, Unpacked
+from .layout import Exporter, Packed, Slot, Unpacked, sglang, vllm
 from .medusa import PATH_WORDS
 
 if TYPE_CHECKING:
@@ -112,12 +110,9 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """Command lines; the method is named, or words in the path would choose it."""
-    speculative = json.dumps({"method": "draft_model", "model": draft, "num_speculative_tokens": k})
     return {
-        "vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}",
-        "SGLang": f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm STANDALONE "
-        f"--speculative-draft-model-path {shlex.quote(draft)} --speculative-num-steps {k} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {k + 1}",
+        "vLLM": vllm(target, {"method": "draft_model", "model": draft, "num_speculative_tokens": k}),
+        "SGLang": sglang(target, draft, "STANDALONE", k + 1, steps=k),
     }
 
 

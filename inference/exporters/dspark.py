@@ -20,8 +20,6 @@ Tests: tests/test_export.py.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,7 @@ from torch import Tensor
 from ...models.drafter import Drafter
 from . import dflash
 from .dflash import block_config, block_facts, block_limits, block_tensors
-from .layout import Exporter, Packed, Slot, Unpacked, shape_of
+from .layout import Exporter, Packed, Slot, Unpacked, measure, sglang, shape_of, vllm
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -122,21 +120,13 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """Command lines of the engine that has this head."""
     options = config["draftsmith"]["config"]
-    drafted = options["block"] - (not options["sample_from_anchor"])
     if options["head"] in KINDS:
         # Some targets demand as many tokens as a block has.
-        speculative = json.dumps({"method": "dspark", "model": draft, "num_speculative_tokens": drafted})
-        return {"vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"}
+        drafted = options["block"] - (not options["sample_from_anchor"])
+        return {"vLLM": vllm(target, {"method": "dspark", "model": draft, "num_speculative_tokens": drafted})}
     if options["head"] == "gru" and "draft_vocab_size" not in config:
-        return {
-            "SGLang": f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
-            f"--speculative-draft-model-path {shlex.quote(draft)} --speculative-num-draft-tokens {options['block']}"
-        }
-    return {
-        "No serving engine loads this head; measure it with": (
-            f"draftsmith evaluate --model {shlex.quote(draft)} --suite mini"
-        )
-    }
+        return {"SGLang": sglang(target, draft, "DFLASH", options["block"])}
+    return {"No serving engine loads this head; measure it with": measure(draft)}
 
 
 EXPORTER = Exporter(

@@ -11,8 +11,6 @@ Tests: tests/test_export.py; served by a real engine in tests/bench/engine_vllm.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,19 @@ import torch
 from torch import Tensor
 
 from ...models.drafter import Drafter
-from .layout import Exporter, Packed, Slot, Unpacked, attention_slots, engine_limits, mlp_slots, rope_keys, shape_of
+from .layout import (
+    Exporter,
+    Packed,
+    Slot,
+    Unpacked,
+    attention_slots,
+    engine_limits,
+    mlp_slots,
+    rope_keys,
+    sglang,
+    shape_of,
+    vllm,
+)
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -90,13 +100,10 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """Command lines. SGLang wants `architectures: ["LlamaForCausalLMEagle"]` in a copy of config.json."""
-    speculative = json.dumps({"method": "eagle", "model": draft, "num_speculative_tokens": k})
     return {
-        "vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}",
-        'SGLang, in a copy whose config.json says `"architectures": ["LlamaForCausalLMEagle"]`': (
-            f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE "
-            f"--speculative-draft-model-path {shlex.quote(draft)} --speculative-num-steps {k} "
-            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+        "vLLM": vllm(target, {"method": "eagle", "model": draft, "num_speculative_tokens": k}),
+        'SGLang, in a copy whose config.json says `"architectures": ["LlamaForCausalLMEagle"]`': sglang(
+            target, draft, "EAGLE", k + 1, steps=k
         ),
     }
 

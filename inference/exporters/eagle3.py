@@ -11,8 +11,6 @@ Tests: tests/test_export.py; served by a real engine in tests/bench/engine_vllm.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,19 @@ import torch
 from torch import Tensor
 
 from ...models.drafter import Drafter
-from .layout import Exporter, Packed, Slot, Unpacked, attention_slots, engine_limits, mlp_slots, rope_keys, shape_of
+from .layout import (
+    Exporter,
+    Packed,
+    Slot,
+    Unpacked,
+    attention_slots,
+    engine_limits,
+    mlp_slots,
+    rope_keys,
+    sglang,
+    shape_of,
+    vllm,
+)
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -127,12 +137,9 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """Command lines; the full speculative configuration, since engines infer neither method nor K from the folder."""
-    speculative = json.dumps({"method": "eagle3", "model": draft, "num_speculative_tokens": k})
     return {
-        "vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}",
-        "SGLang": f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {shlex.quote(draft)} --speculative-num-steps {k} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {k + 1}",
+        "vLLM": vllm(target, {"method": "eagle3", "model": draft, "num_speculative_tokens": k}),
+        "SGLang": sglang(target, draft, "EAGLE3", k + 1, steps=k),
     }
 
 

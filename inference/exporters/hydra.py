@@ -18,7 +18,6 @@ Reference: Hydra (Ankner et al. 2024). Tests: tests/test_export.py.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from ...models.drafter import Drafter
 from .eagle3 import draft_ids_of, draft_maps
-from .layout import Exporter, Packed, Slot, Unpacked, attention_slots, mlp_slots, rope_keys, shape_of
+from .layout import Exporter, Packed, Slot, Unpacked, attention_slots, measure, mlp_slots, rope_keys, shape_of
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -96,9 +95,7 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """No engine serves Hydra; the runtime's own measurement instead."""
-    return {
-        "No serving engine loads Hydra; measure it with": f"draftsmith evaluate --model {shlex.quote(draft)} --suite mini"
-    }
+    return {"No serving engine loads Hydra; measure it with": measure(draft)}
 
 
 EXPORTER = Exporter(

@@ -10,6 +10,8 @@ Tests: tests/test_export.py iterates over the table.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -144,3 +146,25 @@ def mlp_slots(prefix: str, width: int, intermediate: int) -> dict[str, Slot]:
         f"{prefix}.up_proj.weight": Slot((intermediate, width)),
         f"{prefix}.down_proj.weight": Slot((width, intermediate)),
     }
+
+
+def vllm(target: str, speculative: Mapping[str, Any]) -> str:
+    """vLLM's command line. `speculative` is the whole configuration: vLLM infers neither method nor K from a folder."""
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
+
+
+def sglang(target: str, draft: str, algorithm: str, tokens: int, steps: int | None = None) -> str:
+    """SGLang's command line. `tokens` are verified in one pass, the anchor's with them; `steps`: passes of a drafter
+    that makes a chain, None = one pass makes them all."""
+    line = (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {shlex.quote(draft)}"
+    )
+    if steps is not None:
+        line += f" --speculative-num-steps {steps} --speculative-eagle-topk 1"
+    return f"{line} --speculative-num-draft-tokens {tokens}"
+
+
+def measure(draft: str) -> str:
+    """What is left where no engine serves a head."""
+    return f"draftsmith evaluate --model {shlex.quote(draft)} --suite mini"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...models.drafter import Drafter
-from .layout import Exporter, Packed, Slot, Unpacked, shape_of
+from .layout import Exporter, Packed, Slot, Unpacked, shape_of, vllm
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -87,10 +87,8 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """Command line of vLLM up to 0.32; a `token_map` needs the loader's completeness check switched off."""
-    speculative = json.dumps(
-        {"method": "medusa", "model": draft, "num_speculative_tokens": min(k, config["num_heads"])}
-    )
-    line = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"
+    tokens = min(k, config["num_heads"])
+    line = vllm(target, {"method": "medusa", "model": draft, "num_speculative_tokens": tokens})
     if config["truncated_vocab_size"] < config["vocab_size"]:
         line += f" --model-loader-extra-config {shlex.quote(json.dumps(LOADER_SWITCH))}"
     return {"vLLM 0.32 or older": line}

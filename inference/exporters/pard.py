@@ -9,8 +9,6 @@ Tests: tests/test_export.py.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from ...models.drafter import Drafter
 from . import draft_model
-from .layout import Exporter, Packed, Unpacked
+from .layout import Exporter, Packed, Unpacked, vllm
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -41,10 +39,8 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """Command line; without `parallel_drafting` an engine would run it as a chain."""
-    speculative = json.dumps(
-        {"method": "draft_model", "model": draft, "num_speculative_tokens": k, "parallel_drafting": True}
-    )
-    return {"vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"}
+    speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, "parallel_drafting": True}
+    return {"vLLM": vllm(target, speculative)}
 
 
 EXPORTER = Exporter(

@@ -14,8 +14,6 @@ Tests: tests/test_export.py, tests/test_check.py.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,18 @@ from torch import Tensor
 
 from ...models.drafter import Drafter
 from .eagle3 import draft_ids_of, draft_maps, engine_taps
-from .layout import Exporter, Packed, Slot, Unpacked, attention_slots, engine_limits, mlp_slots, rope_keys, shape_of
+from .layout import (
+    Exporter,
+    Packed,
+    Slot,
+    Unpacked,
+    attention_slots,
+    engine_limits,
+    mlp_slots,
+    rope_keys,
+    shape_of,
+    vllm,
+)
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -115,10 +124,8 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """Command line; without `parallel_drafting` vLLM would run the head as a chain, and accept next to nothing."""
-    speculative = json.dumps(
-        {"method": "eagle3", "model": draft, "num_speculative_tokens": k, "parallel_drafting": True}
-    )
-    return {"vLLM": f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"}
+    speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": k, "parallel_drafting": True}
+    return {"vLLM": vllm(target, speculative)}
 
 
 EXPORTER = Exporter(

@@ -15,7 +15,6 @@ Tests: tests/test_export.py.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from ...models.drafter import Drafter
 from .eagle3 import draft_ids_of, draft_maps
-from .layout import Exporter, Packed, Slot, Unpacked, shape_of
+from .layout import Exporter, Packed, Slot, Unpacked, measure, shape_of
 
 if TYPE_CHECKING:
     from ...models.target import Target
@@ -78,11 +77,7 @@ def unpack(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Unpacked:
 
 def serve(config: Mapping[str, Any], target: str, draft: str, k: int) -> dict[str, str]:
     """No engine serves them; the runtime's own measurement instead."""
-    return {
-        "No serving engine loads prompt tokens; measure them with": (
-            f"draftsmith evaluate --model {shlex.quote(draft)} --suite mini"
-        )
-    }
+    return {"No serving engine loads prompt tokens; measure them with": measure(draft)}
 
 
 EXPORTER = Exporter(
