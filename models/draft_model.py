@@ -38,7 +38,7 @@ from .cache import Cache
 from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
 from .intersection import intersect
 from .layers import check_loss_settings, make_level, register_vocabulary
-from .small_lm import Body, LMConfig, adopt, behind, random_model, small_model, tables_kept
+from .small_lm import Body, LMConfig, adopt, behind, bound, random_model, small_model, tables_kept
 from .supervision import Rows, Scorer, pair_counts
 from .target import Target, document_mask
 
@@ -157,9 +157,7 @@ class DraftModel(nn.Module):
     @property
     def run(self) -> Target:
         """The model behind the target's protocol. Raises ValueError before `bind`."""
-        if self.body is None:
-            raise ValueError("this drafter is bound to no target: call drafter.bind(target) before drafting")
-        return self.body.run
+        return bound(self.body)
 
     def read(
         self, ids_BT: Tensor, positions_BT: Tensor, see_BTA: Tensor | None = None, cache: Cache | None = None

@@ -31,7 +31,7 @@ from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Term
 from .layers import check_loss_settings, make_level, register_vocabulary
 from .mask_id import choose_mask_id
 from .slots import Denominator, MaskRule, Slots, cod, denominator, dense_mask, fill, real, score, weigh
-from .small_lm import Body, LMConfig, adopt, behind, random_model, small_model, tables_kept
+from .small_lm import Body, LMConfig, adopt, behind, bound, random_model, small_model, tables_kept
 from .target import Target
 
 RULE = MaskRule(context="inclusive", intra="causal")
@@ -125,9 +125,7 @@ class Pard(nn.Module):
     @property
     def run(self) -> Target:
         """The model behind the target's protocol. Raises ValueError before `bind`."""
-        if self.body is None:
-            raise ValueError("this drafter is bound to no target: call drafter.bind(target) before drafting")
-        return self.body.run
+        return bound(self.body)
 
     # Training
 

@@ -78,20 +78,21 @@ class Body:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._run: Target | None = None
+        self.run: Target | None = None
 
     def bind(self, tokenizer: Any) -> Target:
         """Make it run with the tokenizer whose ids it reads. Raises ValueError when these do not fit its embedding."""
         training = next(self.model.children()).training  # a drafter's mode is that of the parts
-        self._run = Target(self.model, tokenizer, "the draft model", frozen=False)
+        self.run = Target(self.model, tokenizer, "the draft model", frozen=False)
         self.model.train(training)
-        return self._run
+        return self.run
 
-    @property
-    def run(self) -> Target:
-        if self._run is None:
-            raise ValueError("this drafter is bound to no target: call drafter.bind(target) before drafting")
-        return self._run
+
+def bound(body: Body | None) -> Target:
+    """The model behind the target's protocol. Raises ValueError before `bind`."""
+    if body is None or body.run is None:
+        raise ValueError("this drafter is bound to no target: call drafter.bind(target) before drafting")
+    return body.run
 
 
 def adopt(module: nn.Module, model: Any, config: LMConfig) -> Body:

@@ -47,6 +47,12 @@ def tiny() -> Callable[..., Target]:
     return make
 
 
+@pytest.fixture
+def target(tiny: Callable[..., Target]) -> Target:
+    """The plain tiny target; modules that need another one have a fixture of this name themselves."""
+    return tiny()
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The byte-level tokenizer of the tiny target: 256 ids, ChatML template, pad = eos."""

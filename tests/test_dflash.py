@@ -5,19 +5,18 @@ pytest tests/test_dflash.py
 
 import dataclasses
 import math
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from batches import random_row, spied_loss
 from torch import Tensor
 
 from draftsmith.models import METHODS, dflash
 from draftsmith.models.dflash import DFlashConfig, block_slots, block_states, default_taps
-from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
+from draftsmith.models.drafter import Batch, Commit, Prefill
 from draftsmith.models.slots import anchored, real
-from draftsmith.models.target import Target, document_mask
+from draftsmith.models.target import Target, live_states
 
 N = 14
 
@@ -34,40 +33,6 @@ def make(target: Target, method: str = "dflash", draft_ids: Tensor | None = None
     return drafter
 
 
-def make_batch(supervised: list[int], n: int = N, seed: int = 0) -> Batch:
-    torch.manual_seed(seed)
-    flags = torch.zeros(1, n, dtype=torch.bool)
-    flags[0, supervised] = True
-    return Batch(torch.randint(3, 250, (1, n)), flags, torch.arange(n)[None], torch.full((1, n), 4))
-
-
-def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
-    see_BTT = document_mask(batch.samples_BT)
-    out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
-    return TargetOut(out.taps_BTPD, out.last_hidden_BTD, head=target.head, embed=target.embed)
-
-
-def spied_loss(drafter: Any, batch: Batch, out: TargetOut, monkeypatch: Any) -> tuple[Any, Tensor, Any]:
-    """The terms, the logits that the (last) score was computed from, and its slots."""
-    seen: list[Any] = []
-    module: Any = sys.modules[type(drafter).__module__]
-    real_score = module.score
-
-    def spy(logits_RW: Tensor, slots: Any, *rest: Any, **named: Any) -> Any:
-        seen.append((logits_RW.detach(), slots))
-        return real_score(logits_RW, slots, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "score", spy)
-        terms = drafter(batch, out, 0.0)
-    return terms, *seen[-1]
-
-
-@pytest.fixture
-def target(tiny: Callable[..., Target]) -> Target:
-    return tiny()
-
-
 # What a block sees
 
 
@@ -76,9 +41,9 @@ def target(tiny: Callable[..., Target]) -> Target:
 def test_nothing_from_the_anchor_on_leaks_into_its_block(method: str, causal: bool, target: Target) -> None:
     """CASES B19: overlapping blocks of 4 at anchors 3 and 5. Noise in the target's states at and after a block's anchor,
     and in all tokens after it, changes none of its states, to the bit; noise before it, or in its token, does."""
-    batch, anchors = make_batch(list(range(N))), (3, 5)
+    batch, anchors = random_row(list(range(N))), (3, 5)
     drafter = make(target, method, causal=causal).eval()
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     chosen_BT = torch.zeros(1, N, dtype=torch.bool)
     chosen_BT[0, list(anchors)] = True
 
@@ -104,11 +69,11 @@ def test_nothing_from_the_anchor_on_leaks_into_its_block(method: str, causal: bo
 
 
 def test_a_block_does_not_see_other_documents(target: Target, monkeypatch: Any) -> None:
-    batch = make_batch(list(range(N)))
+    batch = random_row(list(range(N)))
     batch.samples_BT[0, 6:] = 9
     batch.positions_BT[0, 6:] = torch.arange(N - 6)
     drafter = make(target).eval()
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     _, one, slots = spied_loss(drafter, batch, out, monkeypatch)
     assert out.taps_BTPD is not None
     out.taps_BTPD[0, :6] = 100.0
@@ -119,12 +84,12 @@ def test_a_block_does_not_see_other_documents(target: Target, monkeypatch: Any) 
 
 def test_causal_blocks_do_not_depend_on_their_length(target: Target) -> None:
     """JetSpec mode: the same weights drafting 3 tokens say of each what they say drafting 5; a full block's differ."""
-    batch = make_batch([])
+    batch = random_row([])
     for causal in (True, False):
         levels = []
         for block in (4, 6):
             drafter = make(target, block=block, causal=causal).eval()
-            out = states(target, drafter, batch)
+            out = live_states(target, drafter, batch)
             commit = Commit(batch.ids_BT, torch.tensor([N]), batch.positions_BT, torch.tensor([5]), out.taps_BTPD, None)
             _, level = drafter.start(drafter.init(Prefill(1, 30, torch.device("cpu"), torch.float32)), commit)
             levels.append(level.logits_BNW[0, :3])
@@ -135,8 +100,8 @@ def test_a_draft_by_hand(target: Target) -> None:
     """The whole forward pass of one block, written out with plain operations from the tensors of the export's names."""
     drafter = make(target, kv_heads=2, taps=(1, 3)).eval()
     w = drafter.state_dict()
-    batch = make_batch([])
-    out = states(target, drafter, batch)
+    batch = random_row([])
+    out = live_states(target, drafter, batch)
     known = 9  # tokens before the anchor
     commit = Commit(
         batch.ids_BT[:, :known], torch.tensor([known]), batch.positions_BT[:, :known], batch.ids_BT[:, known],
@@ -178,10 +143,10 @@ def test_a_draft_by_hand(target: Target) -> None:
 def test_slots_labels_and_teachers(anchor_predicts: bool, k: int, target: Target, monkeypatch: Any) -> None:
     """Assistant tokens at 5..9 of 14: blocks at 5..8; slot k of the paper predicts token a + k (with the anchor's slot:
     a + k + 1), its teacher is the target one token before that."""
-    batch = make_batch([5, 6, 7, 8, 9])
+    batch = random_row([5, 6, 7, 8, 9])
     drafter = make(target, sample_from_anchor=anchor_predicts)
     assert drafter.parallel == drafter.max_depth == k
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     terms, logits, slots = spied_loss(drafter, batch, out, monkeypatch)
     found = sorted(
         (
@@ -211,7 +176,7 @@ def test_slots_labels_and_teachers(anchor_predicts: bool, k: int, target: Target
 
 
 def test_training_takes_some_anchors_and_evaluation_more(target: Target) -> None:
-    batch = make_batch(list(range(2, N)))
+    batch = random_row(list(range(2, N)))
     drafter = make(target, anchors=3)
     counts = [int(block_slots(drafter, batch)[0].group_BQ.unique().numel())]
     drafter.eval()
@@ -224,7 +189,7 @@ def test_training_takes_some_anchors_and_evaluation_more(target: Target) -> None
 
 
 def test_variable_prefix_shows_true_tokens_in_training_alone(target: Target, monkeypatch: Any) -> None:
-    batch = make_batch(list(range(N)))
+    batch = random_row(list(range(N)))
     drafter = make(target, variable_prefix=True, block=5)
     slots, shown_BQ = block_slots(drafter, batch)
     shown = shown_BQ.view(-1, 5).sum(1)
@@ -236,7 +201,7 @@ def test_variable_prefix_shows_true_tokens_in_training_alone(target: Target, mon
     assert bool((first == 1).all())  # decay starts behind the prefix
     drafter.eval()
     plain = make(target, block=5).eval()
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     assert torch.equal(*(d(batch, out, 0.0).losses["slots"].detach() for d in (drafter, plain)))
 
 
@@ -245,7 +210,7 @@ def test_variable_prefix_shows_true_tokens_in_training_alone(target: Target, mon
 
 def sums(target: Target, batch: Batch, **options: Any) -> tuple[float, float, Any]:
     drafter = make(target, **options)
-    terms = drafter(batch, states(target, drafter, batch), 0.0)
+    terms = drafter(batch, live_states(target, drafter, batch), 0.0)
     return (
         float(terms.losses["slots"].detach()),
         drafter.denominators(batch, 0.0)["slots"],
@@ -260,7 +225,7 @@ def anchors_of(slots: Any) -> list[int]:
 
 def test_legal_anchors(target: Target) -> None:
     """A short answer at the end of its document, 10..13 of 14, blocks of 4 slots."""
-    batch = make_batch([10, 11, 12, 13])
+    batch = random_row([10, 11, 12, 13])
     assert anchors_of(sums(target, batch, legal="pair")[2]) == [10, 11, 12]
     assert anchors_of(sums(target, batch, legal="full_block")[2]) == [10]  # short answers count next to nothing
     assert anchors_of(sums(target, batch, legal="supervised")[2]) == []
@@ -268,7 +233,7 @@ def test_legal_anchors(target: Target) -> None:
 
 def test_cut_at_the_first_gap_or_per_label(target: Target) -> None:
     """Supervised 5, 6, then a gap at 7, then 8: the block at 5 predicts 6, and with `mask` 8 as well."""
-    batch = make_batch([5, 6, 8])
+    batch = random_row([5, 6, 8])
     run, mask = (sums(target, batch, cut=cut)[2] for cut in ("run", "mask"))
     assert run.label_BQ[0, run.flat_R].tolist() == [6]
     assert mask.label_BQ[0, mask.flat_R].tolist() == [6, 8]
@@ -276,7 +241,7 @@ def test_cut_at_the_first_gap_or_per_label(target: Target) -> None:
 
 def test_denominators(target: Target) -> None:
     """4 blocks with 9 slots: under `weights` gamma leaves the scale of the loss alone, under the others it does not."""
-    batch = make_batch([5, 6, 7, 8, 9])
+    batch = random_row([5, 6, 7, 8, 9])
     for name, count in (("slots", 9.0), ("blocks", 4.0)):
         assert [sums(target, batch, denominator=name, gamma=gamma)[1] for gamma in (1.0, 100.0)] == [count, count]
     small, large = (sums(target, batch, gamma=gamma) for gamma in (1.0, 100.0))
@@ -286,7 +251,7 @@ def test_denominators(target: Target) -> None:
 
 def test_labels_and_distances(target: Target) -> None:
     """Hard and soft labels differ; L1 is twice the total variation."""
-    batch = make_batch(list(range(3, 12)))
+    batch = random_row(list(range(3, 12)))
     found = {name: sums(target, batch, objective=name)[0] for name in ("ce", "kl", "l1", "tv")}
     assert found["l1"] == pytest.approx(2 * found["tv"], rel=1e-5) and found["ce"] != pytest.approx(
         found["kl"], rel=0.01
@@ -294,9 +259,9 @@ def test_labels_and_distances(target: Target) -> None:
 
 
 def test_dpace_weights_by_hand(target: Target, monkeypatch: Any) -> None:
-    batch = make_batch([5, 6, 7, 8, 9])
+    batch = random_row([5, 6, 7, 8, 9])
     drafter = make(target, weight="dpace", denominator="blocks")
-    terms, logits, slots = spied_loss(drafter, batch, states(target, drafter, batch), monkeypatch)
+    terms, logits, slots = spied_loss(drafter, batch, live_states(target, drafter, batch), monkeypatch)
     log_q = logits.log_softmax(-1)[torch.arange(9), batch.ids_BT[0, slots.label_BQ[0, slots.flat_R]]]
     groups = slots.group_BQ[0, slots.flat_R].tolist()
     total = 0.0
@@ -351,7 +316,7 @@ def test_settings_refused(options: dict[str, Any], words: str, target: Target) -
 
 
 def test_an_unbound_drafter_and_deeper_levels_are_refused(target: Target) -> None:
-    batch = make_batch([])
+    batch = random_row([])
     commit = Commit(batch.ids_BT, torch.tensor([N]), batch.positions_BT, torch.tensor([5]), torch.randn(1, N, 3, 48))
     drafter = dflash.DFlash(DFlashConfig(layers=3, block=4, mask_id=0), target.facts)
     with pytest.raises(ValueError, match="bind"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import packed_row
 from torch import Tensor
 
 from draftsmith.configs.training import BudgetConfig, StatesConfig, TrainConfig, check
@@ -40,18 +41,6 @@ def make(target: Any, lm: dict[str, Any] | None = None, draft_ids: Tensor | None
     return drafter
 
 
-def batch_of(documents: list[tuple[int, int, int]], padding: int = 3, seed: int = 0, epoch: int = 0) -> Batch:
-    """One row: (sample id, length, first supervised token) each; padding in between and at the end."""
-    dice = torch.Generator().manual_seed(1)
-    ids, marks, positions, samples = [], [], [], []
-    for sample, n, first in documents:
-        ids += torch.randint(3, 250, (n + padding,), generator=dice).tolist()
-        marks += [t >= first for t in range(n)] + [False] * padding
-        positions += [*range(n), *range(padding)]
-        samples += [sample] * n + [-1] * padding
-    return Batch(*(torch.tensor([x]) for x in (ids, marks, positions, samples)), epoch=epoch, seed=seed)
-
-
 def states(target: Any, batch: Batch) -> TargetOut:
     out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=document_mask(batch.samples_BT))
     return TargetOut(None, out.last_hidden_BTD, head=target.head, embed=target.embed)
@@ -62,11 +51,6 @@ def save(target: Target, folder: Path) -> str:
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def target(tiny: Callable[..., Target]) -> Target:
-    return tiny()
 
 
 # First weights
@@ -135,7 +119,7 @@ def test_random_weights_of_another_shape(target: Target) -> None:
     other = DraftModel(drafter.config, target.facts)  # as a load does: the architecture is in the config
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor) and other.state_dict()[name].shape == tensor.shape
-    batch = batch_of([(0, 20, 5)])
+    batch = packed_row([(0, 20, 5)])
     terms = drafter(batch, states(target, batch), 0.0)
     assert bool(terms.losses["depth_1"].isfinite())
     with pytest.raises(ValueError, match="300 rows, tiny 256: set the same vocab_size"):
@@ -206,7 +190,7 @@ def test_nothing_is_drafted_beyond_the_models_own_positions(target: Target) -> N
 
 def test_loss_is_the_divergence_of_the_two_models(target: Target) -> None:
     """KL from both models' own forward passes, one document at a time; deeper figures are depth 1's, further on."""
-    batch = batch_of([(0, 20, 8), (1, 15, 4)])
+    batch = packed_row([(0, 20, 8), (1, 15, 4)])
     drafter = make(target, depths=3)
     terms = drafter(batch, states(target, batch), 0.0)
     total, hits, runs = torch.zeros(()), [], []
@@ -229,15 +213,15 @@ def test_loss_is_the_divergence_of_the_two_models(target: Target) -> None:
 
 
 def test_last_answers() -> None:
-    batch = batch_of([(4, 8, 3), (5, 5, 4), (6, 6, 6), (7, 7, 0)], padding=0)
+    batch = packed_row([(4, 8, 3), (5, 5, 4), (6, 6, 6), (7, 7, 0)], padding=0)
     batch.supervised_BT[0, 5] = False  # document 4: tokens 3 4 . 6 7
     found = [(s.sample, s.start, s.anchor, s.end) for s in last_answers(batch)]
     assert found == [(4, 0, 6, 8), (7, 19, 19, 26)]  # 5 has one token, 6 none
-    assert last_answers(batch_of([(1, 4, 4)])) == []
+    assert last_answers(packed_row([(1, 4, 4)])) == []
 
 
 def test_own_samples_replace_the_last_answers_and_nothing_else(target: Target) -> None:
-    batch = batch_of([(0, 20, 8), (1, 15, 4), (2, 12, 12)])
+    batch = packed_row([(0, 20, 8), (1, 15, 4), (2, 12, 12)])
     drafter = make(target, on_policy=1.0)
     fresh = drafter.rewrite(batch, 0.0)
     changed = (fresh.ids_BT != batch.ids_BT)[0]
@@ -255,8 +239,8 @@ def test_own_samples_replace_the_last_answers_and_nothing_else(target: Target) -
 
 def test_own_samples_do_not_depend_on_packing(target: Target) -> None:
     drafter = make(target, on_policy=1.0, draft_ids=torch.arange(0, 250, 2))
-    packed = drafter.rewrite(batch_of([(0, 20, 8), (1, 15, 4)]), 0.0)
-    full = batch_of([(0, 20, 8), (1, 15, 4)])
+    packed = drafter.rewrite(packed_row([(0, 20, 8), (1, 15, 4)]), 0.0)
+    full = packed_row([(0, 20, 8), (1, 15, 4)])
     alone = Batch(*(getattr(full, f.name)[:, 23:38] for f in dataclasses.fields(Batch)[:4]))
     assert torch.equal(drafter.rewrite(alone, 0.0).ids_BT, packed.ids_BT[:, 23:38])
     assert bool((packed.ids_BT[0, 9:20] % 2 == 0).all())  # of the draft vocabulary
@@ -265,7 +249,7 @@ def test_own_samples_do_not_depend_on_packing(target: Target) -> None:
 def test_the_share_of_own_samples(target: Target) -> None:
     """40 % of 300 documents, the same ones whatever else is in the batch; others in another epoch."""
     drafter = make(target, {"start": "random", "architecture": LLAMA}, on_policy=0.4)
-    batch = batch_of([(i, 5, 2) for i in range(300)], padding=0)
+    batch = packed_row([(i, 5, 2) for i in range(300)], padding=0)
 
     def chosen(some: Batch) -> set[int]:
         return {int(s) for s in some.samples_BT[drafter.rewrite(some, 0.0).ids_BT != some.ids_BT]}
@@ -282,7 +266,7 @@ def test_own_samples_are_drawn_from_the_model(target: Target) -> None:
     drafter = make(target, on_policy=1.0)
     with torch.no_grad():
         drafter.lm_head.weight.mul_(1e4)
-    batch = batch_of([(0, 20, 8), (1, 15, 4)])
+    batch = packed_row([(0, 20, 8), (1, 15, 4)])
     fresh = drafter.rewrite(batch, 0.0)
     for start, anchor, end in ((0, 8, 20), (23, 27, 38)):
         ids = batch.ids_BT[0, start : anchor + 1].tolist()
@@ -293,7 +277,7 @@ def test_own_samples_are_drawn_from_the_model(target: Target) -> None:
 
 def test_what_follows_a_drawn_end_weighs_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end token is learned, tokens behind it are not; counts stay the data's."""
-    batch = batch_of([(0, 20, 8)])
+    batch = packed_row([(0, 20, 8)])
     drafter = make(target, on_policy=1.0)
     drawn_SN = torch.full((1, 11), 9)
     drawn_SN[0, 4] = target.facts.eos_ids[0]
@@ -488,7 +472,7 @@ def test_a_trained_export_must_have_the_targets_vocabulary(stranger: str, target
     from draftsmith.inference.exporters import EXPORTERS
 
     drafter = make(target, {"start": "model", "model": stranger})
-    batch = batch_of([(0, 20, 8)])
+    batch = packed_row([(0, 20, 8)])
     assert bool(drafter(batch, states(target, batch), 0.0).losses["depth_1"].isfinite())
     with pytest.raises(ValueError, match="vocabulary of its own"):
         EXPORTERS["draft_model"].pack(drafter, target)

@@ -5,8 +5,6 @@ pytest tests/test_dspark.py
 
 import json
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import random_row, spied_loss
 from torch import Tensor
 
 from draftsmith.inference.load import load_drafter
-from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
+from draftsmith.models.drafter import Commit, Prefill
 from draftsmith.models.dspark import DSpark, DSparkConfig, calibration_error, sequential_temperatures
 from draftsmith.models.slots import at
-from draftsmith.models.target import Target, document_mask
+from draftsmith.models.target import Target, live_states
 from draftsmith.train import distill_draft
 
 HEADS = ("markov", "gated", "rnn", "gru", "pairs", "none")
@@ -54,48 +53,14 @@ def bare(drafter: Any, target: Target) -> Any:
     return twin.train(drafter.training)
 
 
-def make_batch(supervised: list[int], n: int = 14, seed: int = 0) -> Batch:
-    torch.manual_seed(seed)
-    flags = torch.zeros(1, n, dtype=torch.bool)
-    flags[0, supervised] = True
-    return Batch(torch.randint(3, 250, (1, n)), flags, torch.arange(n)[None], torch.full((1, n), 4))
-
-
-def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
-    see_BTT = document_mask(batch.samples_BT)
-    out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=see_BTT, taps=drafter.taps)
-    return TargetOut(out.taps_BTPD, out.last_hidden_BTD, head=target.head, embed=target.embed)
-
-
-def spied_loss(drafter: Any, batch: Batch, out: TargetOut, monkeypatch: Any) -> tuple[Any, Tensor, Any]:
-    """The terms, the logits that the (last) score was computed from, and its slots."""
-    seen: list[Any] = []
-    module: Any = sys.modules[type(drafter).__module__]
-    real_score = module.score
-
-    def spy(logits_RW: Tensor, slots: Any, *rest: Any, **named: Any) -> Any:
-        seen.append((logits_RW.detach(), slots))
-        return real_score(logits_RW, slots, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "score", spy)
-        terms = drafter(batch, out, 0.0)
-    return terms, *seen[-1]
-
-
-@pytest.fixture
-def target(tiny: Callable[..., Target]) -> Target:
-    return tiny()
-
-
 # Loss
 
 
 def test_loss_by_hand(target: Target, monkeypatch: Any) -> None:
     """0.1 CE + 0.9 sum |p - q| + BCE(confidence, sum min(p, q)), each times exp(-(d - 1) / 4), over the sum of weights."""
-    batch = make_batch([5, 6, 7, 8, 9])
+    batch = random_row([5, 6, 7, 8, 9])
     drafter = spark(target)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     terms, logits, slots = spied_loss(drafter, batch, out, monkeypatch)
     labels = slots.label_BQ[0, slots.flat_R]
     weight = torch.exp(-(slots.drafted_BQ[0, slots.flat_R] - 1) / 4)
@@ -123,18 +88,18 @@ def test_loss_by_hand(target: Target, monkeypatch: Any) -> None:
 
 def test_alpha_is_a_constant_for_the_confidence(target: Target) -> None:
     """The confidence loss reaches the backbone through its features, but not through the draft's distribution."""
-    batch = make_batch([5, 6, 7, 8, 9])
+    batch = random_row([5, 6, 7, 8, 9])
     drafter = spark(target)
-    drafter(batch, states(target, drafter, batch), 0.0).losses["confidence"].backward()
+    drafter(batch, live_states(target, drafter, batch), 0.0).losses["confidence"].backward()
     assert drafter.markov_head.markov_w2.weight.grad is None  # it makes q and nothing else
     assert drafter.confidence_head.proj.weight.grad.any() and drafter.markov_head.markov_w1.weight.grad.any()
 
 
 def test_the_confidence_reads_the_token_before(target: Target, monkeypatch: Any) -> None:
     """Depth 1: the anchor; depth d: the data's token of depth d - 1. Without a Markov head: the slot's state alone."""
-    batch = make_batch([5, 6, 7, 8, 9])
+    batch = random_row([5, 6, 7, 8, 9])
     drafter = spark(target)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     seen: list[Tensor] = []
     monkeypatch.setattr(drafter, "confidence_logits", lambda h, x: seen.append(x) or h[:, 0])
     _, (slots, _) = drafter.losses(batch, out, 0.0)
@@ -146,9 +111,9 @@ def test_the_confidence_reads_the_token_before(target: Target, monkeypatch: Any)
 
 def test_domino_goes_over_to_the_corrected_logits(target: Target, monkeypatch: Any) -> None:
     """(1 - l) on the corrected logits, l on the backbone's own, l from 1 to 0 over the first half of training."""
-    batch = make_batch([5, 6, 7, 8, 9])
+    batch = random_row([5, 6, 7, 8, 9])
     drafter = spark(target, "gru", objective="ce", base_share=0.5, confidence=False)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     ends = {p: {n: float(v.detach()) for n, v in drafter(batch, out, p).losses.items()} for p in (0.0, 0.25, 0.5, 1.0)}
     assert ends[0.0]["slots"] == 0 and ends[0.5].keys() == ends[1.0].keys() == {"slots"}
     assert ends[0.25] == pytest.approx({"slots": ends[1.0]["slots"] / 2, "base": ends[0.0]["base"] / 2})
@@ -163,12 +128,12 @@ def test_domino_goes_over_to_the_corrected_logits(target: Target, monkeypatch: A
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_selector_loss_by_hand(reduced: bool, target: Target, monkeypatch: Any) -> None:
-    batch = make_batch([5, 6, 7, 8, 9, 10])
+    batch = random_row([5, 6, 7, 8, 9, 10])
     if reduced:
         batch.ids_BT[0, 6:11] = torch.tensor([1, 9, 60, 120, 150])  # the first is outside the draft vocabulary
     count = 40 if reduced else 128
     drafter = spark(target, "pairs", DRAFT_IDS if reduced else None, candidates=count, confidence=False)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     terms, logits, slots = spied_loss(drafter, batch, out, monkeypatch)
     assert bool((logits.isfinite().sum(-1) == count).all())  # a draft has no mass outside the candidates
     labels = batch.ids_BT[0, slots.label_BQ[0, slots.flat_R]].tolist()
@@ -192,8 +157,8 @@ def test_selector_loss_by_hand(reduced: bool, target: Target, monkeypatch: Any) 
 
 def draft(drafter: Any, target: Target, rows: int = 2) -> tuple[Any, Any, Any]:
     """State and level after a prompt of two rows of different lengths."""
-    batch = make_batch([])
-    out = states(target, drafter, batch)
+    batch = random_row([])
+    out = live_states(target, drafter, batch)
     commit = Commit(
         batch.ids_BT.expand(rows, -1),
         torch.tensor([9, 14][:rows]),
@@ -263,9 +228,9 @@ def test_confidence_of_a_level(target: Target) -> None:
 
 def test_confidence_is_trained_on_what_is_drafted(target: Target) -> None:
     """The logits that the loss is computed from are those of drafting along the data."""
-    batch = make_batch(list(range(14)))
+    batch = random_row(list(range(14)))
     drafter = spark(target, "rnn").eval()
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     _, (slots, z_R) = drafter.losses(batch, out, 0.0)
     anchor = 8
     commit = Commit(
@@ -314,17 +279,17 @@ def test_sequential_temperatures_undo_overconfidence() -> None:
 
 def test_calibrate_reads_whole_blocks_of_held_out_data(target: Target) -> None:
     drafter = spark(target)
-    batches = [make_batch(list(range(2, 14)), seed=s) for s in range(3)]
+    batches = [random_row(list(range(2, 14)), seed=s) for s in range(3)]
     before = drafter.config
-    drafter.calibrate(batches, lambda batch: states(target, drafter, batch))
+    drafter.calibrate(batches, lambda batch: live_states(target, drafter, batch))
     fitted = drafter.config.temperatures
     assert fitted is not None and len(fitted) == 4 and drafter.training
     assert drafter.config == replace(before, temperatures=fitted)
     assert drafter.config == DSparkConfig(**{**vars(drafter.config)})  # settings that pass their own checks
     quiet = spark(target, confidence=False)
-    quiet.calibrate(batches, lambda batch: states(target, quiet, batch))
+    quiet.calibrate(batches, lambda batch: live_states(target, quiet, batch))
     short = spark(target)
-    short.calibrate([make_batch([5, 6])], lambda batch: states(target, short, batch))
+    short.calibrate([random_row([5, 6])], lambda batch: live_states(target, short, batch))
     assert quiet.config.temperatures is None and short.config.temperatures is None
 
 
@@ -364,8 +329,8 @@ def test_settings_refused(options: dict[str, Any], words: str, target: Target) -
 
 def test_previous_tokens_stay_inside_the_row(target: Target) -> None:
     """A block at the end of its row has slots past it; they are computed and not scored."""
-    batch = make_batch(list(range(14)))
+    batch = random_row(list(range(14)))
     drafter = spark(target, "rnn")
-    slots = drafter.losses(batch, states(target, drafter, batch), 0.0)[1][0]
+    slots = drafter.losses(batch, live_states(target, drafter, batch), 0.0)[1][0]
     assert int(slots.label_BQ.max()) > 13 and int(at(batch.ids_BT, slots.label_BQ - 1).max()) < 256
     assert int(slots.label_BQ[0, slots.flat_R].max()) == 13

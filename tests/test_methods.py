@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import one_row
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -55,30 +56,13 @@ def make(method: str, target: Target, draft_ids: Tensor | None = None, depths: i
     return drafter
 
 
-def one_row(ids: list[int], supervised: list[int], pad: int = 0, sample: int = 4) -> Batch:
-    """One document; `supervised` are indices; `pad` tokens follow it."""
-    n = len(ids)
-    flags = torch.zeros(1, n + pad, dtype=torch.bool)
-    flags[0, supervised] = True
-    return Batch(
-        F.pad(torch.tensor([ids]), (0, pad), value=2),
-        flags,
-        F.pad(torch.arange(n)[None], (0, pad)),
-        F.pad(torch.full((1, n), sample), (0, pad), value=-1),
-    )
-
-
-def states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
-    return live_states(target, drafter, batch)
-
-
 def total_loss(drafter: Any, batches: list[Batch], target: Target) -> Tensor:
     """The loss of one optimiser step over several micro-batches, as the training loop normalises it."""
     counts: dict[str, float] = {}
     for batch in batches:
         for term, count in drafter.denominators(batch, 0.0).items():
             counts[term] = counts.get(term, 0.0) + count
-    losses = [drafter(batch, states(target, drafter, batch), 0.0).losses for batch in batches]
+    losses = [drafter(batch, live_states(target, drafter, batch), 0.0).losses for batch in batches]
     return sum((loss[term] / counts[term] for loss in losses for term in loss if counts[term]), torch.zeros(()))
 
 
@@ -87,11 +71,6 @@ def gradients(drafter: Any, batches: list[Batch], target: Target) -> tuple[Tenso
     loss = total_loss(drafter, batches, target)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in drafter.named_parameters()}
-
-
-@pytest.fixture
-def target(tiny: Callable[..., Target]) -> Target:
-    return tiny()
 
 
 def test_every_method_is_covered() -> None:
@@ -146,7 +125,7 @@ def test_pairs_of_rows_and_labels(method: str, target: Target, monkeypatch: Any)
     state of the last prompt token (4); 5 is every method's anchor and nobody's label; 9 and later never."""
     batch = one_row(list(range(10, 22)), [5, 6, 7, 8])
     drafter = make(method, target)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     pairs = scored_pairs(drafter, batch, out, monkeypatch)
     counts = {"slots": 6.0} if method in SLOTTED else {"depth_1": 3.0, "depth_2": 2.0, "depth_3": 1.0}
     labels = {1: [6, 7, 8], 2: [7, 8], 3: [8]}
@@ -183,7 +162,7 @@ def test_oracle_logits_cost_nothing_and_every_weight_learns(method: str, target:
         patch.setattr(Scorer, "add", oracle)
         if method in SLOTTED:
             patch.setattr(module, "score", slot_oracle)
-        losses = drafter(batch, states(target, drafter, batch), 0.0).losses
+        losses = drafter(batch, live_states(target, drafter, batch), 0.0).losses
     terms = ["slots"] if method in SLOTTED else [f"depth_{d}" for d in ((1,) if method in TEXT else (1, 2, 3))]
     assert {name: float(loss.detach()) for name, loss in losses.items()} == dict.fromkeys(terms, 0.0)
     _, grads = gradients(drafter, [batch], target)
@@ -191,7 +170,7 @@ def test_oracle_logits_cost_nothing_and_every_weight_learns(method: str, target:
     assert all(grad is not None and (float(grad.norm()) > 0 or ".down." in name) for name, grad in grads.items())
     for depth, term in enumerate(terms, 1):  # and each depth by itself reaches the weights that are its own
         drafter.zero_grad(set_to_none=True)
-        drafter(batch, states(target, drafter, batch), 0.0).losses[term].backward()
+        drafter(batch, live_states(target, drafter, batch), 0.0).losses[term].backward()
         own = [p for n, p in drafter.named_parameters() if n.startswith(f"lm_heads.{depth - 1}.")]
         assert all(p.grad is not None and float(p.grad.norm()) > 0 for p in own)
 
@@ -248,7 +227,7 @@ def test_empty_batch_gives_every_weight_a_gradient_of_zero(method: str, target: 
     drafter = make(method, target)
     batch = one_row([5] * 12, [])
     assert set(drafter.denominators(batch, 0.0).values()) == {0.0}
-    terms = drafter(batch, states(target, drafter, batch), 0.0)
+    terms = drafter(batch, live_states(target, drafter, batch), 0.0)
     sum(terms.losses.values(), torch.zeros(())).backward()
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
     assert all(float(total) == 0 and float(count) == 0 for total, count in terms.metrics.values())
@@ -272,7 +251,7 @@ def test_overfits_32_tokens_and_drafts_them(method: str, reduced: bool, target: 
     draft_ids = torch.tensor(sorted({*ids, *range(40, 80)})) if reduced else None
     options = {"noise": 0.0, "objective": "feature_smooth_l1 + kl"} if method == "eagle" else {}
     drafter = make(method, target, draft_ids, **options).train()
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     optimiser = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     counts = drafter.denominators(batch, 0.0)
     for step in range(400):
@@ -318,7 +297,7 @@ def test_targets_outside_the_draft_vocabulary_are_rejections(method: str, target
     draft_ids = torch.tensor([i for i in range(256) if i not in ids])
     for oov in ("renormalise", "mask", "tail"):
         drafter = make(method, target, draft_ids, oov=oov)
-        terms = drafter(batch, states(target, drafter, batch), 0.0)
+        terms = drafter(batch, live_states(target, drafter, batch), 0.0)
         values = {name: float(total) / float(count) for name, (total, count) in terms.metrics.items()}
         assert values["accuracy_1"] == values["accuracy_2"] == values["run_length"] == 0
         assert values["lost_mass"] > 0.1 and values["accept_1"] <= 1 - values["lost_mass"] + 1e-5
@@ -331,7 +310,7 @@ def test_run_length_counts_leading_hits_of_complete_rows(target: Target) -> None
     """Depths right by plan: row i of 5 complete ones is right at depths 1..i; later hits after a miss do not count."""
     batch = one_row(list(range(3, 14)), list(range(1, 10)))
     drafter = make("medusa", target)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     rows = Rows.of(batch, 3)
     scorer = Scorer(rows, batch, out, None, None, ((1.0, "kl"),), "renormalise", 0.5)
     right = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 1]])  # rows of depth 3
@@ -358,7 +337,7 @@ def test_captured_log_z_and_top_give_the_same_loss(method: str, target: Target) 
     torch.manual_seed(6)
     batch = one_row(torch.randint(3, 250, (20,)).tolist(), list(range(6, 20)))
     drafter = make(method, target, torch.arange(5, 200)).eval()
-    live = states(target, drafter, batch)
+    live = live_states(target, drafter, batch)
     logits_BTV = target.head(live.last_hidden_BTD)
     kept = dataclasses.replace(live, log_z_BT=logits_BTV.logsumexp(-1), top_BT=logits_BTV.argmax(-1).int())
     one, two = drafter(batch, live, 0.0), drafter(batch, kept, 0.0)
@@ -602,7 +581,7 @@ def test_gradients_through_earlier_steps(method: str, flows: bool, target: Targe
     monkeypatch.setattr(METHODS[method], "feed", spy)
     batch = one_row(list(range(10, 40)), list(range(30)))
     drafter = make(method, target)
-    drafter(batch, states(target, drafter, batch), 0.0)
+    drafter(batch, live_states(target, drafter, batch), 0.0)
     assert fed == [flows, flows]
 
 
@@ -631,7 +610,7 @@ def test_deep_share_trains_a_part_of_the_rows_with_the_same_logits(target: Targe
     for share in (1.0, 0.5):
         drafter = make("eagle3", target, deep_share=share)
         seen.append({})
-        terms = drafter(batch, states(target, drafter, batch), 0.0)
+        terms = drafter(batch, live_states(target, drafter, batch), 0.0)
         counts = drafter.denominators(batch, 0.0)
         assert all(sum(depth == d for depth, _ in seen[-1]) == counts[f"depth_{d}"] for d in (1, 2, 3))
         assert float(terms.metrics["accuracy_2"][1]) == counts["depth_2"]
@@ -667,7 +646,7 @@ def test_peagle_drops_slots_in_training_and_none_in_evaluation(target: Target) -
     metrics = {}
     for train in (True, False):
         drafter.train(train)
-        terms = drafter(batch, states(target, drafter, batch), 0.0)
+        terms = drafter(batch, live_states(target, drafter, batch), 0.0)
         metrics[train] = [float(terms.metrics[f"accuracy_{d}"][1]) for d in (1, 2, 3, 4)]
         assert sum(metrics[train]) == drafter.denominators(batch, 0.0)["slots"]
     assert metrics == {True: [99, 49, 24, 12], False: [99, 98, 97, 96]}
@@ -681,7 +660,7 @@ def test_peagle_drops_slots_in_training_and_none_in_evaluation(target: Target) -
 def test_peagles_dropped_slots_change_no_logit_of_the_kept(target: Target, logits_of_training: Any) -> None:
     batch = one_row(torch.randint(3, 250, (60,)).tolist(), list(range(20, 60)))
     drafter = make("peagle", target, ratio=0.5, least=0.1, depths=4)
-    out = states(target, drafter, batch)
+    out = live_states(target, drafter, batch)
     some, full = (logits_of_training(drafter.train(train), batch, out) for train in (True, False))
     assert [len(depth) for depth in some] == [39, 19, 9, 4]
     for kept, every in zip(some, full, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import packed_row
 from torch import Tensor
 
 from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
@@ -29,26 +30,9 @@ def make(target: Target, depths: int = 4, draft_ids: Tensor | None = None, **opt
     return drafter
 
 
-def batch_of(documents: list[tuple[int, int, int]], padding: int = 3, epoch: int = 0) -> Batch:
-    """One row: (sample id, length, first supervised token) each; padding in between and at the end."""
-    dice = torch.Generator().manual_seed(1)
-    ids, marks, positions, samples = [], [], [], []
-    for sample, n, first in documents:
-        ids += torch.randint(3, 250, (n + padding,), generator=dice).tolist()
-        marks += [t >= first for t in range(n)] + [False] * padding
-        positions += [*range(n), *range(padding)]
-        samples += [sample] * n + [-1] * padding
-    return Batch(*(torch.tensor([x]) for x in (ids, marks, positions, samples)), epoch=epoch)
-
-
 def states(target: Target, batch: Batch) -> TargetOut:
     out = target.forward(batch.ids_BT, batch.positions_BT, see_BTA=document_mask(batch.samples_BT))
     return TargetOut(None, out.last_hidden_BTD, head=target.head, embed=target.embed)
-
-
-@pytest.fixture
-def target(tiny: Callable[..., Target]) -> Target:
-    return tiny()
 
 
 @torch.no_grad()
@@ -56,7 +40,7 @@ def test_nothing_behind_the_anchor_changes_a_logit(target: Target) -> None:
     """Every anchor in turn, all of them with groups of masks that overlap: noise in the place of every token behind it
     changes no hidden state of its masks, nor of the text up to it. Difference 0 in fp32."""
     drafter = make(target).eval()
-    batch = batch_of([(0, 14, 3), (1, 9, 0)])
+    batch = packed_row([(0, 14, 3), (1, 9, 0)])
     slots = drafter.slots(batch)
     whole_BTD = drafter.read(slots, batch)
     t = batch.ids_BT.shape[1]
@@ -79,7 +63,7 @@ def test_a_mask_reads_what_drafting_reads(target: Target) -> None:
     """Each mask of the training layout has the logits of the model on its own text alone: the document up to the anchor,
     then the masks up to it, by the model's own forward pass."""
     drafter = make(target, depths=3).eval()
-    batch = batch_of([(0, 10, 2), (1, 8, 1)])
+    batch = packed_row([(0, 10, 2), (1, 8, 1)])
     slots = drafter.slots(batch)
     hidden_BTD = drafter.read(slots, batch)
     t = batch.ids_BT.shape[1]
@@ -99,7 +83,7 @@ def test_a_mask_reads_what_drafting_reads(target: Target) -> None:
 def test_training_keeps_a_falling_share_and_counts_it(target: Target) -> None:
     """r = 0.7, least 0.2, K = 8: floor(L * max(r ** j, least)) masks at depth j; the count is that of the slots scored,
     and that of the data and the seed alone. Evaluation takes all masks."""
-    batch = batch_of([(0, 140, 39)])  # 100 pairs
+    batch = packed_row([(0, 140, 39)])  # 100 pairs
     drafter = make(target, depths=8)
     slots = drafter.slots(batch)
     kept = [int((slots.depth_BQ == j).sum()) for j in range(1, 8)]
@@ -114,7 +98,7 @@ def test_training_keeps_a_falling_share_and_counts_it(target: Target) -> None:
 
 def test_the_mean_is_over_all_that_are_kept(target: Target) -> None:
     """PARD's denominator: one mean over text and masks alike; `depth_weight` weighs, `denominator` says by what to divide."""
-    batch = batch_of([(0, 30, 6)])
+    batch = packed_row([(0, 30, 6)])
     out = states(target, batch)
     plain = make(target, depths=3)
     slots = plain.predictions(plain.slots(batch), batch)
@@ -131,7 +115,7 @@ def test_the_mean_is_over_all_that_are_kept(target: Target) -> None:
 
 def test_hard_labels_need_no_state_of_the_target(target: Target) -> None:
     """With ce the loss is the same with and without the target's states, and a run makes none."""
-    batch = batch_of([(0, 30, 6), (1, 12, 2)])
+    batch = packed_row([(0, 30, 6), (1, 12, 2)])
     drafter = make(target)
     assert drafter.loss_needs == drafter.draft_needs == {"ids"}
     with_states, without = drafter(batch, states(target, batch), 0.0), drafter(batch, TargetOut(), 0.0)

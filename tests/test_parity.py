@@ -133,11 +133,6 @@ def runtime_levels(drafter: Any, state: Any, commit: Commit, tokens_BK: Tensor) 
     return state, torch.stack(levels, dim=1)
 
 
-@pytest.fixture
-def target(tiny: Callable[..., Target]) -> Target:
-    return tiny()
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_training_logits_equal_runtime_logits(
     name: str, target: Target, tiny: Callable[..., Target], logits_of_training: Any

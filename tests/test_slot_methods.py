@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import one_row
 from torch import Tensor
 
 from draftsmith.configs.training import BudgetConfig, TrainConfig, check
@@ -52,19 +53,6 @@ def make(name: str, target: Target, draft_ids: Tensor | None = None, spread: flo
     return drafter
 
 
-def one_row(ids: list[int], supervised: list[int], pad: int = 0, sample: int = 4) -> Batch:
-    """One document; `supervised` are indices; `pad` tokens follow it."""
-    n = len(ids)
-    flags = torch.zeros(1, n + pad, dtype=torch.bool)
-    flags[0, supervised] = True
-    return Batch(
-        F.pad(torch.tensor([ids], dtype=torch.int64), (0, pad), value=2),
-        flags,
-        F.pad(torch.arange(n)[None], (0, pad)),
-        F.pad(torch.full((1, n), sample), (0, pad), value=-1),
-    )
-
-
 def joined(batches: list[Batch], dim: int) -> Batch:
     return Batch(*(torch.cat([getattr(b, f.name) for b in batches], dim) for f in dataclasses.fields(Batch)[:4]))
 
@@ -77,11 +65,6 @@ def gradients(drafter: Any, batches: list[Batch], target: Target) -> tuple[Tenso
     loss = sum((drafter(b, live_states(target, drafter, b), 0.0).losses["slots"] / count for b in batches), start=touch)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in drafter.named_parameters()}
-
-
-@pytest.fixture
-def target(tiny: Callable[..., Target]) -> Target:
-    return tiny()
 
 
 def greedy(target: Target, ids: list[int], new: int) -> list[int]:
