@@ -8,7 +8,8 @@ A folder holds `shard-00000.safetensors`, ... and `index.json`. A shard holds do
 for the rows whose next token is supervised (elsewhere top = -1, log_z = 0). Which samples go into which shard depends
 on the samples alone, so any number of processes may fill a folder and an interrupted capture goes on where it was.
 The index appears when all shards do. It names what the states belong to (`StateFields`); whoever opens the folder for
-something else is refused with the field that differs. Tested by `pytest tests/test_data_states.py`.
+something else is refused with the field that differs. Who needs only some of the samples, such as a recipe with a smaller
+`data.limit`, may read them there. Tested by `pytest tests/test_data_states.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ class StateStore:
     """Captured states of a folder, read straight from mapped files.
 
     `taps` and `last_hidden` choose what `fill` hands out (None = all that was captured). `expected` are the fields that
-    the run computes for itself.
+    the run computes for itself, from `samples`: with these, states of more samples than they are will do.
 
     Raises:
         ValueError: nothing there, capture not finished, a file changed since, or states of something else.
@@ -220,6 +221,7 @@ class StateStore:
         expected: StateFields | None = None,
         taps: Sequence[int] | None = None,
         last_hidden: bool | None = None,
+        samples: Sequence[Sample] | None = None,
     ) -> None:
         self.folder = Path(folder)
         try:
@@ -234,7 +236,10 @@ class StateStore:
             ) from None
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.folder.name}/index.json is not an index of states ({error})") from None
+        some = expected is not None and samples is not None and expected.data != self.fields.data
         if expected is not None:
+            if some:  # the samples are looked at one by one below
+                expected = replace(expected, data=self.fields.data, length=self.fields.length)
             _refuse_other(self.fields, expected, self.folder, exact=False)
         wanted = self.fields.taps if taps is None else tuple(taps)
         missing = [k for k in wanted if k not in self.fields.taps]
@@ -263,6 +268,9 @@ class StateStore:
         self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
         self._checked: set[int] = set()
         self._columns = None if wanted == self.fields.taps else [self.fields.taps.index(k) for k in wanted]
+        if some:
+            for sample in samples or ():
+                self._refuse_stranger(sample)
 
     def __contains__(self, sample_id: int) -> bool:
         return sample_id in self._place
@@ -308,6 +316,24 @@ class StateStore:
             log_z_BT=log_z_BT.to(device),
             top_BT=top_BT.to(device),
         )
+
+    def _refuse_stranger(self, sample: Sample) -> None:
+        """Raise unless this very sample was captured: its ids, and which of them are supervised."""
+        if sample.sample_id in self.skipped:
+            return
+        number, begin, rows = self._place.get(sample.sample_id, (0, 0, 0))
+        why = "is not among them" if rows == 0 else "has another length there" if rows != len(sample) else ""
+        if not why:
+            shard, end = self._open(number), begin + rows
+            if not torch.equal(shard.get_slice("ids")[begin:end].long(), sample.ids.long()):
+                why = "has other token ids there"
+            elif not torch.equal(shard.get_slice("top")[begin : end - 1] >= 0, sample.supervised[1:]):
+                why = "is supervised elsewhere there"
+        if why:
+            raise ValueError(
+                f"{self.folder.name} holds states of another data: sample {sample.sample_id} {why}; "
+                "capture into another folder, or delete this one"
+            )
 
     def _find(self, sample: int, n: int) -> tuple[Any, int]:
         if sample not in self._place:

@@ -151,7 +151,7 @@ def capture(
     folder = Path(folder)
     fields = state_fields(target, samples, taps, need_last_hidden, stored)
     if (folder / "index.json").exists():
-        return StateStore(folder, fields, taps=taps, last_hidden=need_last_hidden)
+        return StateStore(folder, fields, taps=taps, last_hidden=need_last_hidden, samples=samples)
     shards = plan(samples)
     todo = [k for k in range(len(shards)) if read_record(folder, k, fields) is None]
     check_disk(folder, sum(estimate([s for k in todo for s in shards[k]], fields)))

@@ -221,8 +221,11 @@ class DSpark(nn.Module):
         self.target_embed, self.target_head = target.embed, target.head
 
     def init_from_target(self, target: Any) -> None:
-        """Start the final norm from the target's and choose the mask id; then `bind`."""
+        """Start the final norm from the target's and a Markov head from its embeddings, and choose the mask id; then
+        `bind`."""
         start_backbone(self, target, self.method)
+        if self.markov_head is not None:
+            self.markov_head.start_from(target.embed(torch.arange(self.facts.vocab, device=target.device)))
         self.bind(target)
 
     def confidence_logits(self, hidden_XD: Tensor, previous_X: Tensor) -> Tensor:

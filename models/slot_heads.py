@@ -87,6 +87,17 @@ class Markov(nn.Module):
         for weight in (self.markov_w1.weight, self.markov_w2.weight):
             nn.init.normal_(weight, std=INITIAL_STD)
 
+    @torch.no_grad()
+    def start_from(self, table_VD: Tensor) -> None:
+        """Start `markov_w1` from the principal directions of the target's embeddings, each of variance 1: what one token
+        teaches holds for those like it from the first step on, and W2 learns from codes of a fair size."""
+        table_VD = table_VD.double()
+        table_VD = table_VD - table_VD.mean(0)
+        variance_D, basis_DD = torch.linalg.eigh(table_VD.T @ table_VD / len(table_VD))  # ascending
+        r = min(self.rank, int((variance_D > 1e-6 * variance_D[-1]).sum()))
+        codes_Vr = table_VD @ basis_DD[:, -r:] * variance_D[-r:].rsqrt()
+        self.markov_w1.weight[:, :r] = codes_Vr.to(self.markov_w1.weight)
+
     def embed(self, ids: Tensor) -> Tensor:
         """[..., r] of target ids, which the confidence head reads too."""
         return self.markov_w1(ids)

@@ -154,6 +154,14 @@ def test_a_broken_shard_of_an_unfinished_capture_is_written_anew(tiny: Any, tmp_
     assert contents(tmp_path) == want
 
 
+def test_some_of_the_samples_are_read_from_a_capture_of_more(tiny: Any, tmp_path: Path) -> None:
+    target, data = tiny(), some_samples()
+    capture(target, data, tmp_path, TAPS, progress=False)
+    want = contents(tmp_path)
+    store = capture(target, data[1:], tmp_path, TAPS, progress=False)
+    assert all(sample.sample_id in store for sample in data[1:]) and contents(tmp_path) == want
+
+
 def test_states_of_something_else_are_refused_naming_the_field(tiny: Any, tmp_path: Path) -> None:
     target, data = tiny(), some_samples()
     capture(target, data, tmp_path, TAPS, progress=False)
@@ -161,7 +169,7 @@ def test_states_of_something_else_are_refused_naming_the_field(tiny: Any, tmp_pa
         capture(target, data, tmp_path, (1, 3), progress=False)
     with pytest.raises(ValueError, match="another target"):
         capture(tiny(seed=1), data, tmp_path, TAPS, progress=False)
-    with pytest.raises(ValueError, match="another length"):
+    with pytest.raises(ValueError, match="another data"):
         capture(target, [*data, *some_samples((30,))], tmp_path, TAPS, progress=False)
     masked = [dataclasses.replace(s, supervised=torch.ones_like(s.supervised)) for s in data]
     with pytest.raises(ValueError, match="another data"):

@@ -63,7 +63,9 @@ def shard_tensors(data: list[Sample]) -> dict[str, torch.Tensor]:
         .contiguous(),
         "last_hidden": (-rows[:, None]).expand(n, WIDTH).to(torch.bfloat16).contiguous(),
         "log_z": rows.clone(),
-        "top": torch.arange(n, dtype=torch.int32),
+        "top": torch.cat(
+            [torch.where(s.supervised.roll(-1), 7, -1).index_fill(0, torch.tensor([len(s) - 1]), -1) for s in data]
+        ).to(torch.int32),
     }
 
 
@@ -111,6 +113,25 @@ def test_a_reader_may_take_fewer_taps(folder: Path, data: list[Sample]) -> None:
         StateStore(folder, taps=(3,))
     with pytest.raises(ValueError, match="another taps"):
         StateStore(folder, dataclasses.replace(fields_of(data), taps=(1, 3)))
+
+
+def test_a_reader_may_take_some_of_the_samples(folder: Path, data: list[Sample]) -> None:
+    some = [data[2], data[0]]
+    store = StateStore(folder, fields_of(some), samples=some)
+    assert torch.equal(store.fill(collate(some[:1])).last_hidden_BTD[0, :3], shard_tensors(some[:1])["last_hidden"])
+    marks = data[1].supervised.clone()
+    marks[-1] = False
+    for wrong, why in (
+        (samples(5, 9, 3, 7, 4)[4], "sample 14 is not among them"),
+        (Sample(11, data[1].ids[:8], data[1].supervised[:8]), "sample 11 has another length there"),
+        (Sample(11, data[1].ids + 1, data[1].supervised), "sample 11 has other token ids there"),
+        (Sample(11, data[1].ids, marks), "sample 11 is supervised elsewhere there"),
+    ):
+        mine = [data[0], wrong]
+        with pytest.raises(ValueError, match=f"states of another data: {why}"):
+            StateStore(folder, fields_of(mine), samples=mine)
+    with pytest.raises(ValueError, match="another dtype"):
+        StateStore(folder, dataclasses.replace(fields_of(some), dtype="float32"), samples=some)
 
 
 @pytest.mark.parametrize(

