@@ -268,13 +268,19 @@ def compare(engine: dict[str, Any], ours: dict[str, Any], outputs: list[bool]) -
     }
 
 
-def speculative_config(config: dict[str, Any], target_folder: Path, export: Path, k: int) -> dict[str, Any]:
-    """The engine's settings, from the command line that the export's card prints."""
+def engine_settings(
+    config: dict[str, Any], target_folder: Path, export: Path, k: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Speculative and loader configuration, from the command line that the export's card prints."""
     from draftsmith.inference.exporters import EXPORTERS
 
-    line = EXPORTERS[config["draftsmith"]["method"]].serve(config, str(target_folder), str(export), k)["vLLM"]
-    words = shlex.split(line)
-    return json.loads(words[words.index("--speculative-config") + 1])
+    lines = EXPORTERS[config["draftsmith"]["method"]].serve(config, str(target_folder), str(export), k)
+    words = shlex.split(next(line for engine, line in lines.items() if engine.startswith("vLLM")))
+    speculative, loader = (
+        json.loads(words[words.index(flag) + 1]) if flag in words else {}
+        for flag in ("--speculative-config", "--model-loader-extra-config")
+    )
+    return speculative, loader
 
 
 def serve_and_compare(
@@ -288,7 +294,6 @@ def serve_and_compare(
     out: Path,
 ) -> dict[str, Any]:
     """One head: load the export in both, answer the prompts, compare."""
-    from draftsmith.inference.exporters.medusa import LOADER_SWITCH
     from draftsmith.inference.load import load_drafter, read_export_config
     from draftsmith.inference.push import refuse_misleading_name
 
@@ -298,13 +303,11 @@ def serve_and_compare(
         return figures
     refuse_misleading_name(str(export), method)
     print(f"{name}: {export}", flush=True)
-    config = read_export_config(str(export))
+    speculative, loader = engine_settings(read_export_config(str(export)), target_folder, export, scale.k)
     job = {
         "model": str(target_folder),
-        "speculative": speculative_config(config, target_folder, export, scale.k),
-        "loader": LOADER_SWITCH
-        if config.get("truncated_vocab_size", 0) < config["vocab_size"] and method == "medusa"
-        else {},
+        "speculative": speculative,
+        "loader": loader,
         "positions": min(target.facts.max_positions, max(map(len, prompts)) + scale.tokens + 2 * scale.k + 2),
         "rows": scale.rows,
         "tokens": scale.tokens,
