@@ -4,9 +4,9 @@ Every head reads the same conversations of the same target for the same training
 read states share one captured set (taps of EAGLE-3's default, and the last hidden state). Then all of them, and the
 training-free drafters, answer the same held-out prompts in one interleaved run per temperature: tau with intervals, what
 a draft costs, tokens per second. The fastest parallel drafter and EAGLE-3 meet once more on more prompts, with trees
-too (`best`). Three small tables follow on the same heads: trees against chains, block against token-by-token verification, chains cut by
-confidence against whole ones. `curve` trains DSpark, DFlash, the fastest parallel drafter and EAGLE-3 on a quarter and
-on half of the data, for as much of the time.
+too (`best`). Three small tables follow on the same heads: trees against chains, block against token-by-token
+verification, chains cut by confidence against whole ones. `curve` trains DSpark, DFlash, the fastest parallel drafter
+and EAGLE-3 on a quarter and on half of the data, for as much of the time.
 
     OMP_NUM_THREADS=1 python tests/bench/drafters.py                    # about 3 hours on two cores
     python tests/bench/drafters.py --only dflash eagle3                 # some heads: train and measure these
@@ -102,11 +102,15 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="tiny target, no bound on figures is meant")
     parser.add_argument("--out", type=Path, default=None, help="runs/drafters, or runs/drafters_quick")
-    parser.add_argument("--minutes", type=float, default=5, help="training minutes per head (default: 5)")
-    parser.add_argument("--limit", type=int, default=5000, help="conversations (default: 5000)")
-    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: 20)")
-    parser.add_argument("--best-prompts", type=int, default=60, help="held-out prompts of `best` (default: 60)")
-    parser.add_argument("--table-prompts", type=int, default=15, help="held-out prompts of trees and cut (default: 15)")
+    parser.add_argument("--minutes", type=float, default=5, help="training minutes per head (default: %(default)s)")
+    parser.add_argument("--limit", type=int, default=5000, help="conversations (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: %(default)s)")
+    parser.add_argument(
+        "--best-prompts", type=int, default=60, help="held-out prompts of `best` (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--table-prompts", type=int, default=15, help="held-out prompts of trees and cut (default: %(default)s)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--k", type=int, nargs="+", default=[2, TAU_K], help="draft lengths, greedy")
     parser.add_argument("--best-k", type=int, nargs="+", default=[2, 3], help="draft lengths of `best`")
@@ -296,10 +300,10 @@ class Bench:
         report = self.run("curve", heads, k=(TAU_K,), prompt_rows=self.args.prompt_rows)
         rows = []
         for row in drafts_of(report):
-            name = next(name for name in names if row["head"].split("_x")[0] == name)
-            label = row["head"].removeprefix(name)  # "" or _x1, _x2
-            base = next((r for r in drafts_of(report) if r["head"] == f"eagle3{label}"), row)
-            line = against(row, base) | {"head": name, "tree": f"{label[2:] or 4} x data"}
+            name, _, times = row["head"].partition("_x")
+            same = f"eagle3_x{times}" if times else "eagle3"
+            base = next((r for r in drafts_of(report) if r["head"] == same), row)
+            line = against(row, base) | {"head": name, "tree": f"{times or 4} x data"}
             rows.append(line | {"training": training_of(heads[row["head"]])})
         return self.compared(f"learning curve, chains of {TAU_K}, greedy, against EAGLE-3 on as much", rows)
 
