@@ -15,8 +15,8 @@ and EAGLE-3 on a quarter and on half of the data, for as much of the time.
     python tests/bench/drafters.py --quick                              # the same path on a tiny target, under a minute
 
 Resumes where it stopped: finished trainings, finished measurements and answered prompts are kept under `--out`. PARD's
-small language model is the target's own first layers (configs/pard_smollm2.yaml): there is no smaller model of its
-family. JetSpec is DFlash with causal blocks that start with the anchor and hold masks, and the KL to the target.
+small language model, and the draft model, are the target's own first layers (configs/pard_smollm2.yaml): there is no
+smaller model of its family. JetSpec is DFlash with causal blocks that start with the anchor and hold masks, and the KL to the target.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ PARTS = {
     "eagle": Part("eagle_smollm2", parallel=False),
     "hydra": Part("hydra_smollm2", parallel=False),
     "medusa": Part("medusa_smollm2", parallel=False),
+    "draft_model": Part("draft_model_smollm2", parallel=False, tiny=("drafter.lm.layers=2",)),
     "dflash": Part("dflash_smollm2", tiny=(TINY_TAPS,)),
     "dspark": Part("dspark_smollm2", tiny=(TINY_TAPS, "drafter.rank=8")),
     "jetspec": Part("jetspec_smollm2", tiny=(TINY_TAPS,)),
