@@ -1,0 +1,111 @@
+"""A denoiser: a model that fills the masked places of a canvas, block by block. What trains it, what decodes it.
+
+A *canvas* holds decided tokens and mask tokens; `block` tokens are decided together. A causal denoiser's blocks see
+themselves and all earlier blocks (block diffusion), so that finished blocks have exact keys and values; one that is not
+causal (LLaDA, Dream) sees the whole canvas. With `shift` the row of token t predicts token t + 1, as the autoregressive
+head does (Fast-dLLM v2, Dream); without, the token at its own place (SDAR, LLaDA).
+
+Two views of one set of weights: `noisy` runs with the adapters, `clean` without them, as the autoregressive model that
+was converted. Where adapters act on all rows (every preset but `dual`), decided tokens too are read in the noisy view.
+
+Decoded by inference/diffuse.py. Test: pytest tests/test_denoiser.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .cache import Cache
+from .drafter import TargetFacts
+from .target import Target
+
+View = Literal["noisy", "clean"]
+
+
+class Denoiser(Protocol):
+    """What `diffuse` asks of a model."""
+
+    facts: TargetFacts
+    tokenizer: Any
+    block: int
+    """Tokens that are decided together (of a model that is not causal: the default, any length will do)."""
+    shift: bool
+    """The row of token t predicts token t + 1."""
+    mask_id: int
+    causal: bool
+    """Blocks see earlier blocks and themselves; false: everything sees everything."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def denoise(
+        self,
+        canvas: Tensor,
+        positions_BT: Tensor,
+        *,
+        cache: Cache | None = None,
+        see_BTA: Tensor | None = None,
+        view: View = "noisy",
+    ) -> Tensor:
+        """Last hidden states [B, T, D], after the final norm, of a canvas of ids [B, T] or embeddings [B, T, D].
+
+        `cache` and `see_BTA` as in `Target.forward`: committed slots are visible to all, the canvas is the tail, whose
+        keys and values are kept when the caller commits them.
+        """
+        ...
+
+    def head(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Logits; ids that must never be emitted (the mask's, those above the tokenizer's) are -inf."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor: ...
+
+    def new_cache(self, rows: int, slots: int) -> Cache: ...
+
+
+class TargetDenoiser:
+    """A denoiser whose weights are a target's; `forward` of the target decides which adapters there are."""
+
+    def __init__(self, target: Target, block: int, mask_id: int, *, shift: bool, causal: bool = True) -> None:
+        if block < 1:
+            raise ValueError(f"block = {block}: a block has at least 1 token")
+        if not 0 <= mask_id < target.facts.vocab:
+            raise ValueError(f"mask_id = {mask_id}: {target.facts.name} has the ids 0..{target.facts.vocab - 1}")
+        self.target, self.block, self.mask_id, self.shift, self.causal = target, block, mask_id, shift, causal
+        self.facts, self.tokenizer = target.facts, target.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.target.dtype
+
+    def denoise(
+        self,
+        canvas: Tensor,
+        positions_BT: Tensor,
+        *,
+        cache: Cache | None = None,
+        see_BTA: Tensor | None = None,
+        view: View = "noisy",
+    ) -> Tensor:
+        return self.target.forward(canvas, positions_BT, cache=cache, see_BTA=see_BTA).last_hidden_BTD
+
+    def head(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        logits = self.target.head(hidden, ids)
+        where = self.mask_id if ids is None else (ids == self.mask_id).nonzero().flatten()
+        return logits.index_fill(-1, torch.as_tensor(where, device=logits.device).reshape(-1), float("-inf"))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.target.embed(ids)
+
+    def new_cache(self, rows: int, slots: int) -> Cache:
+        return self.target.new_cache(rows, slots)
