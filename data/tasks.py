@@ -5,7 +5,7 @@ other beyond what the prompt says, the parts may then belong to different answer
 where many answers are right, it has a checker and no reference. An example is a function of (task, seed, number), on
 every machine. One prompt in ten is held out, by a hash of the prompt, whatever the seed: training never sees it.
 
-Two forms of the same example: a few symbols over a vocabulary of 26 ids, for models trained from scratch, and chat text
+Two forms of the same example: a few symbols over a vocabulary of 25 ids, for models trained from scratch, and chat text
 for real models. In symbols, a prompt has 8 or 16 tokens and an answer with its end 8 or 16 (`replace`: 14): whole blocks
 of 8, because else the largest number of tokens per forward were set by the rest of the last block.
 
@@ -251,7 +251,7 @@ TASKS: dict[str, Task] = {
 # In symbols
 
 PAD, END, MASK = "<pad>", "<end>", "<mask>"
-VOCABULARY: Words = (PAD, END, MASK, *TASKS, *LETTERS, BLANK, ROW, "<unk>", "<free>")
+VOCABULARY: Words = (PAD, END, MASK, *TASKS, *LETTERS, BLANK, ROW, "<unk>")
 IDS = {word: i for i, word in enumerate(VOCABULARY)}
 
 
