@@ -198,7 +198,7 @@ def make_rows(text: Text, copies: list[Copy], config: ObjectiveConfig, mask_id: 
     same_BT = (ahead(text.samples_BT, -2) == text.samples_BT) & (text.samples_BT >= 0)
     parts: list[dict[str, Tensor]] = []
     for number, copy in enumerate(copies):
-        hidden_BT = copy.hidden_BT | text.filler_BT
+        hidden_BT = copy.hidden_BT | (text.filler_BT & ~text.supervised_BT)
         run_BT = text.samples_BT >= 0
         if config.dual:
             run_BT = run_BT & text.opened_BT & ~text.first_BT

@@ -38,7 +38,7 @@ class Text:
     ids_BT: Tensor  # int64
     supervised_BT: Tensor  # bool, this token is one to be predicted
     hideable_BT: Tensor  # bool, noise may hide it
-    filler_BT: Tensor  # bool, no token of the document: always shows the mask, never a label
+    filler_BT: Tensor  # bool, behind the document's end; where it is not supervised it always shows the mask
     positions_BT: Tensor  # int64, in the document
     samples_BT: Tensor  # int64
     block_BT: Tensor  # int64, of its document, from 0, ascending
@@ -136,7 +136,7 @@ def cut(batch: Batch, config: ObjectiveConfig, fill_id: int, end_ids: Sequence[i
         ids_BT=torch.where(extra_BT, fill_id, spread(batch.ids_BT)),
         supervised_BT=supervised_BT,
         hideable_BT=supervised_BT & opened_BT & ~first_BT if config.dual else supervised_BT,
-        filler_BT=extra_BT & ~trained_BT,
+        filler_BT=extra_BT,
         positions_BT=positions_BT,
         samples_BT=torch.where(there_BT, spread(batch.samples_BT), -1),
         block_BT=block_BT,
