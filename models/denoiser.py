@@ -13,16 +13,16 @@ Decoded by inference/diffuse.py. Test: pytest tests/test_denoiser.py
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .adapters import Adapters, View
 from .cache import Cache
 from .drafter import TargetFacts
 from .target import Target
-
-View = Literal["noisy", "clean"]
 
 
 class Denoiser(Protocol):
@@ -70,15 +70,38 @@ class Denoiser(Protocol):
 
 
 class TargetDenoiser:
-    """A denoiser whose weights are a target's; `forward` of the target decides which adapters there are."""
+    """A denoiser whose weights are a target's, with adapters or without (a model that denoises by itself).
 
-    def __init__(self, target: Target, block: int, mask_id: int, *, shift: bool, causal: bool = True) -> None:
+    Without adapters both views are the same. `dual`: adapters act on noisy rows alone, so that decided tokens are read
+    in the clean view, a block's first token among them: its row is the anchor, whose key and value the masks behind it
+    read, and the canvas of a noisy pass holds only what follows it in its block (`ObjectiveConfig.dual`).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        block: int,
+        mask_id: int,
+        *,
+        shift: bool,
+        causal: bool = True,
+        adapters: Adapters | None = None,
+    ) -> None:
         if block < 1:
             raise ValueError(f"block = {block}: a block has at least 1 token")
-        if not 0 <= mask_id < target.facts.vocab:
+        if adapters is not None and (adapters.target is not target or adapters.mask_id != mask_id):
+            raise ValueError(
+                f"mask_id = {mask_id}: these adapters are of another target, or have mask_id {adapters.mask_id}"
+            )
+        if adapters is None and not 0 <= mask_id < target.facts.vocab:
             raise ValueError(f"mask_id = {mask_id}: {target.facts.name} has the ids 0..{target.facts.vocab - 1}")
         self.target, self.block, self.mask_id, self.shift, self.causal = target, block, mask_id, shift, causal
+        self.adapters, self.dual = adapters, adapters is not None and adapters.dual
         self.facts, self.tokenizer = target.facts, target.tokenizer
+        never_V = torch.zeros(max(target.facts.vocab, mask_id + 1), dtype=torch.bool, device=target.device)
+        never_V[target.banned_ids] = True
+        never_V[mask_id] = True
+        self.never_V = never_V[: target.facts.vocab]  # a mask behind the vocabulary has no logit
 
     @property
     def device(self) -> torch.device:
@@ -97,15 +120,20 @@ class TargetDenoiser:
         see_BTA: Tensor | None = None,
         view: View = "noisy",
     ) -> Tensor:
-        return self.target.forward(canvas, positions_BT, cache=cache, see_BTA=see_BTA).last_hidden_BTD
+        with self._view(view):
+            return self.target.forward(canvas, positions_BT, cache=cache, see_BTA=see_BTA).last_hidden_BTD
 
     def head(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        logits = self.target.head(hidden, ids)
-        where = self.mask_id if ids is None else (ids == self.mask_id).nonzero().flatten()
-        return logits.index_fill(-1, torch.as_tensor(where, device=logits.device).reshape(-1), float("-inf"))
+        never_V = self.never_V if ids is None else self.never_V[ids]
+        return self.target.head(hidden, ids).masked_fill(never_V, float("-inf"))
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.target.embed(ids)
+        """Input embeddings as the noisy view reads them, the mask's among them."""
+        with self._view("noisy"):
+            return self.target.embed(ids)
 
     def new_cache(self, rows: int, slots: int) -> Cache:
         return self.target.new_cache(rows, slots)
+
+    def _view(self, name: View) -> Any:
+        return nullcontext() if self.adapters is None else self.adapters.view(name)

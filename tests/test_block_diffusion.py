@@ -1,0 +1,245 @@
+"""Conversion and certainty forcing as trained modules: losses by hand, invariance, agreement with decoding.
+
+Run: pytest tests/test_block_diffusion.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from batches import one_row
+from torch import Tensor
+
+from draftsmith.data.batch import Batch, TargetOut
+from draftsmith.data.encode import Sample
+from draftsmith.data.packing import make_batch
+from draftsmith.models.adapters import AdapterConfig, Adapters
+from draftsmith.models.block_diffusion import BlockDiffusion, CertaintyConfig, CertaintyForcing
+from draftsmith.models.denoiser import TargetDenoiser
+from draftsmith.models.diffusion import PRESETS, ObjectiveConfig
+from draftsmith.models.pretrained import tiny_target
+
+OUT = TargetOut()
+
+
+def trained(
+    objective: ObjectiveConfig, certainty: CertaintyConfig | None = None, disturb: float = 0.2, **options: Any
+) -> Any:
+    """The module of a small target (vocabulary 60, the mask among it) whose adapters are not zero."""
+    settings: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "kv_heads": 2, "vocab": 300, "tokens": 280}
+    target = tiny_target(**settings | options)
+    torch.manual_seed(1)
+    adapters = Adapters(AdapterConfig(rank=2), target, dual=objective.dual)
+    with torch.no_grad():
+        for parameter in adapters.trained.parameters():
+            parameter.add_(torch.randn_like(parameter) * disturb)
+    if certainty is not None:
+        return CertaintyForcing(objective, target, adapters, certainty)
+    return BlockDiffusion(objective, target, adapters)
+
+
+def samples() -> list[Sample]:
+    dice = torch.Generator().manual_seed(2)
+    return [
+        Sample(i, torch.randint(3, 250, (n,), generator=dice), torch.arange(n) >= first)
+        for i, n, first in ((3, 12, 4), (8, 9, 1), (20, 14, 6), (21, 5, 2))
+    ]
+
+
+def objective_of(name: str) -> ObjectiveConfig:
+    return replace(PRESETS[name], block=4)
+
+
+def step(module: Any, batches: Sequence[Batch]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one optimiser step over these micro-batches, as train/loop.py adds them up."""
+    counts = [module.denominators(batch, 0.0) for batch in batches]
+    totals = {name: sum(one[name] for one in counts) for name in counts[0]}
+    module.zero_grad()
+    value = 0.0
+    for batch in batches:
+        terms = module(batch, OUT, 0.0)
+        assert terms.losses.keys() == totals.keys()
+        loss = sum(x / totals[name] for name, x in terms.losses.items())
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        value += float(loss.detach())
+    return value, {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", [*PRESETS, "certainty", "certainty one"])
+def test_batch_split_and_accumulation_change_nothing(kind: str) -> None:
+    if kind.startswith("certainty"):
+        module = trained(objective_of("fast_dllm_v2"), CertaintyConfig(blocks="one" if "one" in kind else "all"))
+    else:
+        module = trained(objective_of(kind))
+    a, b, c, d = samples()
+
+    def rows(*packed: list[Sample]) -> Batch:
+        return make_batch(packed, 42, 7, 1)
+
+    whole, wanted = step(module, [rows([a, b], [c, d])])
+    splits = [[rows([a, b]), rows([c, d])]]
+    if kind != "sdar":  # its level belongs to a packed row
+        splits += [[rows([a], [b], [c], [d])], [rows([d, b, c, a])], [rows([c]), rows([d, a]), rows([b])]]
+    for split in splits:
+        loss, grads = step(module, split)
+        assert loss == pytest.approx(whole, rel=1e-6)
+        assert grads.keys() == wanted.keys() == dict(module.named_parameters()).keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-6 * float(wanted[name].abs().max() + 1))
+
+
+@pytest.mark.parametrize("block", [2, 4, 12])
+@pytest.mark.parametrize("clean", ["token", "block"])
+def test_one_hidden_token_is_the_autoregressive_loss(block: int, clean: Any) -> None:
+    """B21. Shift on, adapters at zero, attention causal inside, the last token alone hidden: cross-entropy of the
+    untouched model for that token. A block-causal clean copy agrees where it is not looked at (one block)."""
+    if clean == "block" and block < 12:
+        return
+    objective = ObjectiveConfig(
+        block=block, clean=clean, inside="causal", levels=(1.0, 1.0), complementary=False, padding="none"
+    )
+    module = trained(objective, disturb=0.0)
+    ids = torch.randint(3, 250, (12,), generator=torch.Generator().manual_seed(block))
+    target = module.passes.target
+    with torch.no_grad():
+        logits_1TV = target.head(target.forward(ids[None], torch.arange(12)[None]).last_hidden_BTD)
+    for last in (11, 7, 1):
+        batch = one_row(ids[: last + 1].tolist(), [last], pad=2)
+        terms = module(batch, OUT, 0.0)
+        wanted = torch.nn.functional.cross_entropy(logits_1TV[0, last - 1], ids[last])
+        assert module.denominators(batch, 0.0) == {"hidden": 1.0}
+        torch.testing.assert_close(terms.losses["hidden"], wanted, rtol=0, atol=1e-5)
+    batch = one_row(ids.tolist(), [0])  # nothing predicts the first token: no wrap-around
+    assert module.denominators(batch, 0.0) == {"hidden": 0.0} and float(module(batch, OUT, 0.0).losses["hidden"]) == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_loss_by_hand(name: str) -> None:
+    """The weighted sum over rows, each row's cross-entropy taken from all logits; and the autoregressive term from the
+    clean copy's own rows."""
+    module = trained(objective_of(name), dtype=torch.float64)
+    batch = make_batch([samples()[:2], samples()[2:]], 30, 7, 1)
+    text, rows = module.passes.rows(batch)
+    clean_BTD, noisy_BQD = module.passes.run(text, rows)
+    log_q = module.passes.target.head(noisy_BQD).log_softmax(-1)
+    total, weights = 0.0, 0.0
+    for b, q in (rows.label_BQ >= 0).nonzero().tolist():
+        total -= float(log_q[b, q, rows.label_BQ[b, q]] * rows.weight_BQ[b, q])
+        weights += float(rows.weight_BQ[b, q])
+    terms, counts = module(batch, OUT, 0.0), module.denominators(batch, 0.0)
+    assert float(terms.losses["hidden"]) == pytest.approx(total, rel=1e-6)
+    supervised = int(text.supervised_BT.sum())
+    wanted = {"hidden": len(rows.flat_R), "weights": weights, "supervised": supervised * module.objective.copies}
+    assert counts["hidden"] == pytest.approx(wanted[module.objective.normalise], rel=1e-6)
+    assert ("ar" in counts) == (module.objective.ar_weight > 0)
+    if "ar" in counts:
+        log_q, ar, n = module.passes.target.head(clean_BTD).log_softmax(-1), 0.0, 0
+        for b, t in batch.supervised_BT.nonzero().tolist():
+            if batch.positions_BT[b, t] > 0:
+                ar, n = ar - float(log_q[b, t - 1, batch.ids_BT[b, t]]), n + 1
+        assert counts["ar"] == n and float(terms.losses["ar"]) == pytest.approx(ar * module.objective.ar_weight)
+
+
+@pytest.mark.parametrize("blocks", ["all", "one"])
+@pytest.mark.parametrize("name", ["fast_dllm_v2", "sdar", "dual", "d2f"])
+def test_certainty_by_hand(name: str, blocks: Any) -> None:
+    """Per sample and copy: mean cross-entropy of the hidden tokens, mean entropy at 0.5 of the correct ones; summed over
+    samples, whatever shares their batch."""
+    config = CertaintyConfig(beta=2.0, blocks=blocks)
+    objective = objective_of(name)
+    if (objective.layout != "pair" and blocks == "all") or (objective.dual and blocks == "one"):
+        with pytest.raises(ValueError, match=r"certainty\.blocks|schedule = semi_ar"):
+            trained(objective, config)
+        return
+    module = trained(objective, config, dtype=torch.float64, disturb=0.6)
+    batch = make_batch([samples()[:3], samples()[3:]], 40, 7, 1)
+    text, rows = module.passes.rows(batch)
+    logits = module.passes.target.head(module.passes.run(text, rows)[1])
+    labels = rows.label_BQ.clone()
+    told = (labels >= 0).nonzero().tolist()
+    for b, q in told[::2]:  # a model that is right now and then
+        labels[b, q] = logits[b, q].argmax()
+    module.passes.rows = lambda _: (text, replace(rows, label_BQ=labels))
+    by_unit: dict[tuple[int, int], list[tuple[float, float | None]]] = {}
+    for b, q in told:
+        log_q = logits[b, q].log_softmax(-1)
+        warm = (logits[b, q] / 0.5).log_softmax(-1)
+        right = int(log_q.argmax()) == int(labels[b, q])
+        unit = int(rows.document_BQ[b, q]), int(rows.copy_BQ[b, q])
+        by_unit.setdefault(unit, []).append(
+            (-float(log_q[labels[b, q]]), -float((warm.exp() * warm).sum()) if right else None)
+        )
+    ce = sum(sum(x for x, _ in unit) / len(unit) for unit in by_unit.values())
+    sure = [[h for _, h in unit if h is not None] for unit in by_unit.values()]
+    entropy = sum(sum(hs) / len(hs) for hs in sure if hs)
+    terms = module(batch, OUT, 0.0)
+    assert float(terms.losses["ce"]) == pytest.approx(ce, rel=1e-9)
+    assert float(terms.losses["entropy"]) == pytest.approx(2 * entropy, rel=1e-9)
+    assert module.denominators(batch, 0.0) == dict.fromkeys(("ce", "entropy"), float(len({d for d, _ in by_unit})))
+
+
+@pytest.mark.parametrize("name", ["fast_dllm_v2", "sdar", "dual"])
+def test_training_rows_equal_decoding_rows(name: str) -> None:
+    """The states that the loss reads are those of a denoiser with a cache: finished blocks in it, the block behind."""
+    objective = replace(objective_of(name), origin="document")
+    module = trained(objective)
+    target, adapters = module.passes.target, module.passes.adapters
+    batch = one_row(torch.arange(20, 32).tolist(), list(range(5, 12)))
+    text, rows = module.passes.rows(batch)
+    with torch.no_grad():
+        wanted_BQD = module.passes.run(text, rows)[1]
+    denoiser = TargetDenoiser(target, 4, adapters.mask_id, shift=objective.shift, adapters=adapters)
+    for copy, block in {(int(c), int(k)) for c, k in zip(rows.copy_BQ[0], rows.block_BQ[0], strict=True)}:
+        own_Q = (rows.copy_BQ[0] == copy) & (rows.block_BQ[0] == block)
+        done = 4 * block + (1 if objective.dual else 0)
+        cache = denoiser.new_cache(1, 16)
+        block_T = torch.arange(done) // 4
+        see_TT = block_T[None] <= block_T[:, None] if not objective.dual else torch.ones(done, done).tril().bool()
+        view: Any = "clean" if objective.dual else "noisy"
+        with torch.no_grad():
+            if done:
+                ids_1T, positions_1T = batch.ids_BT[:, :done], batch.positions_BT[:, :done]
+                denoiser.denoise(ids_1T, positions_1T, cache=cache, see_BTA=see_TT[None], view=view)
+                cache.commit(torch.tensor([done]))
+            n = int(own_Q.sum())
+            see_1nn = torch.ones(1, n, n, dtype=torch.bool)
+            canvas_1n, positions_1n = rows.ids_BQ[:, own_Q], rows.position_BQ[:, own_Q]
+            found_1nD = denoiser.denoise(canvas_1n, positions_1n, cache=cache, see_BTA=see_1nn)
+        torch.testing.assert_close(found_1nD[0], wanted_BQD[0, own_Q], rtol=0, atol=1e-5)
+
+
+def test_dual_leaves_the_clean_copy_alone() -> None:
+    module = trained(objective_of("dual"))
+    batch = make_batch([samples()], 42, 7, 1)
+    text, rows = module.passes.rows(batch)
+    clean_BTD, noisy_BQD = module.passes.run(text, rows)
+    assert not clean_BTD.requires_grad and noisy_BQD.requires_grad
+    original = trained(objective_of("dual"), disturb=0.0)
+    assert torch.equal(clean_BTD, original.passes.run(text, rows)[0])
+    with pytest.raises(ValueError, match="another kind of objective"):
+        BlockDiffusion(objective_of("sdar"), module.passes.target, module.passes.adapters)
+
+
+def test_the_module_holds_trained_tensors_only() -> None:
+    module = trained(objective_of("sdar"))
+    assert all(p.requires_grad for p in module.parameters())
+    assert module.state_dict().keys() == dict(module.named_parameters()).keys()
+    adapters = module.passes.adapters
+    dropped = adapters.layers["model.layers.0.mlp.up_proj"].lora_dropout
+    module.train()
+    assert dropped.training and not module.passes.target.training
+    module.eval()
+    assert not dropped.training
+
+
+def test_full_training_moves_every_weight() -> None:
+    target = tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280, tied=True)
+    module = BlockDiffusion(objective_of("sdar"), target, Adapters(AdapterConfig(kind="full"), target))
+    loss, grads = step(module, [make_batch([samples()], 42, 7, 1)])
+    assert loss > 0 and grads.keys() == dict(module.named_parameters()).keys()
+    assert all(float(grad.abs().sum()) > 0 for name, grad in grads.items() if name != "trained.mask_row")
