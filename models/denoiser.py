@@ -8,13 +8,17 @@ head does (Fast-dLLM v2, Dream); without, the token at its own place (SDAR, LLaD
 Two views of one set of weights: `noisy` runs with the adapters, `clean` without them, as the autoregressive model that
 was converted. Where adapters act on all rows (every preset but `dual`), decided tokens too are read in the noisy view.
 
+The unfinished block at a prompt's end: with `origin` text it holds the prompt's last tokens, as decided tokens of a
+block that is still being filled, and its rows see it whole; with `origin` answer the answer starts a block, and blocks
+of the prompt are counted backwards from there, so that its *first* block may be short.
+
 Decoded by inference/diffuse.py. Test: pytest tests/test_denoiser.py
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +27,9 @@ from .adapters import Adapters, View
 from .cache import Cache
 from .drafter import TargetFacts
 from .target import Target
+
+Origin = Literal["text", "answer"]
+Inside = Literal["full", "observed_first"]
 
 
 class Denoiser(Protocol):
@@ -37,6 +44,16 @@ class Denoiser(Protocol):
     mask_id: int
     causal: bool
     """Blocks see earlier blocks and themselves; false: everything sees everything."""
+    origin: Origin
+    """Where block boundaries are counted from: the text's first token, or the answer's."""
+    token_causal: bool
+    """Tokens of finished blocks see the tokens before them; false: their whole block."""
+    inside: Inside
+    """What rows of an unfinished block see of it: all, or its decided tokens first, then masks, each what comes before it
+    in that order (WeDLM)."""
+    dual: bool
+    """Finished blocks are read in the clean view. The last one's last token is the next block's first row; the row of a
+    block's last place is not run."""
 
     @property
     def device(self) -> torch.device: ...
@@ -51,12 +68,12 @@ class Denoiser(Protocol):
         *,
         cache: Cache | None = None,
         see_BTA: Tensor | None = None,
-        view: View = "noisy",
+        view: View | Tensor = "noisy",
     ) -> Tensor:
         """Last hidden states [B, T, D], after the final norm, of a canvas of ids [B, T] or embeddings [B, T, D].
 
         `cache` and `see_BTA` as in `Target.forward`: committed slots are visible to all, the canvas is the tail, whose
-        keys and values are kept when the caller commits them.
+        keys and values are kept when the caller commits them. `view`: of all rows, or bool [B, T], True = noisy.
         """
         ...
 
@@ -86,6 +103,9 @@ class TargetDenoiser:
         shift: bool,
         causal: bool = True,
         adapters: Adapters | None = None,
+        origin: Origin = "answer",
+        token_causal: bool = False,
+        inside: Inside = "full",
     ) -> None:
         if block < 1:
             raise ValueError(f"block = {block}: a block has at least 1 token")
@@ -96,7 +116,12 @@ class TargetDenoiser:
         if adapters is None and not 0 <= mask_id < target.facts.vocab:
             raise ValueError(f"mask_id = {mask_id}: {target.facts.name} has the ids 0..{target.facts.vocab - 1}")
         self.target, self.block, self.mask_id, self.shift, self.causal = target, block, mask_id, shift, causal
+        self.origin, self.token_causal, self.inside = origin, token_causal, inside
         self.adapters, self.dual = adapters, adapters is not None and adapters.dual
+        if self.dual and not (shift and token_causal and causal):
+            raise ValueError(
+                "dual: its finished blocks are the autoregressive model's: set shift, causal and token_causal"
+            )
         self.facts, self.tokenizer = target.facts, target.tokenizer
         never_V = torch.zeros(max(target.facts.vocab, mask_id + 1), dtype=torch.bool, device=target.device)
         never_V[target.banned_ids] = True
@@ -118,7 +143,7 @@ class TargetDenoiser:
         *,
         cache: Cache | None = None,
         see_BTA: Tensor | None = None,
-        view: View = "noisy",
+        view: View | Tensor = "noisy",
     ) -> Tensor:
         with self._view(view):
             return self.target.forward(canvas, positions_BT, cache=cache, see_BTA=see_BTA).last_hidden_BTD
@@ -135,5 +160,11 @@ class TargetDenoiser:
     def new_cache(self, rows: int, slots: int) -> Cache:
         return self.target.new_cache(rows, slots)
 
-    def _view(self, name: View) -> Any:
-        return nullcontext() if self.adapters is None else self.adapters.view(name)
+    def _view(self, view: View | Tensor) -> Any:
+        if self.adapters is None:
+            return nullcontext()
+        if isinstance(view, Tensor):
+            if bool(view.any()) and not bool(view.all()):
+                raise ValueError("denoise: rows of both views in one pass are not run yet")
+            view = "noisy" if bool(view.any()) else "clean"
+        return self.adapters.view(view)
