@@ -167,7 +167,7 @@ def test_a_written_out_table(name: str) -> None:
     if name == "idlm":
         assert not seen[at.index(2), 6 + at.index(3)]  # causal inside
     if name == "dual":
-        assert at == [1, 3, 5]  # anchors are clean rows
+        assert at == [1, 3]  # anchors are clean rows, and the last block has nothing left to predict
 
 
 # Noise and labels
@@ -284,7 +284,8 @@ def test_levels_are_what_their_names_say() -> None:
 
     share = torch.stack([copy_of(e)[1].hidden_BT.double().mean() for e in range(60)]).mean()
     assert abs(float(share) - 0.5) < 0.05
-    for epoch in range(5):
+    picked = set()
+    for epoch in range(8):
         _, exact = copy_of(epoch, draw="exact")
         per_block = exact.hidden_BT.view(8, 8).sum(1)
         assert torch.equal(per_block, (exact.level_BT.view(8, 8)[:, 0] * 8).ceil().long())
@@ -297,11 +298,11 @@ def test_levels_are_what_their_names_say() -> None:
             float((gaps[1:] - gaps[:-1]).max()) < 0.3
         )  # eight independent draws leave larger holes more often than not
         text, one = copy_of(epoch, schedule="semi_ar", levels=(0.5, 0.5), layout="single")
-        (chosen,) = text.block_BT[one.counted_BT].unique().tolist() or [None]
-        assert bool(one.hidden_BT[text.block_BT > chosen].all()) and not bool(
-            one.hidden_BT[text.block_BT < chosen].any()
-        )
-    assert len({int(copy_of(e, schedule="semi_ar")[0].block_BT[copy_of(e, schedule="semi_ar")[1].counted_BT][0]) for e in range(20)}) > 3  # fmt: skip
+        (chosen,) = text.block_BT[one.counted_BT].unique().tolist()
+        picked.add(chosen)
+        assert bool(one.hidden_BT[text.block_BT > chosen].all())
+        assert not bool(one.hidden_BT[text.block_BT < chosen].any())
+    assert len(picked) > 3
 
 
 def test_padding_policies() -> None:
