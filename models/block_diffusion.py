@@ -144,7 +144,7 @@ class CertaintyForcing(nn.Module):
 
     def __init__(self, objective: ObjectiveConfig, target: Target, adapters: Adapters, config: CertaintyConfig) -> None:
         super().__init__()
-        self.trained, self.config = adapters.trained, config
+        self.trained, self.config, self.objective = adapters.trained, config, objective
         self.passes = Passes(certainty_objective(objective, config), target, adapters)
 
     def train(self, mode: bool = True) -> CertaintyForcing:

@@ -102,7 +102,7 @@ def cut(batch: Batch, config: ObjectiveConfig, fill_id: int, end_ids: Sequence[i
     fill_BT = zero_BT
     if config.padding != "none":
         fill_BT = torch.where(last_BT & (since_BT >= 0), (-since_BT - 1) % config.block, 0)
-    ends_BT = batch.supervised_BT & torch.isin(batch.ids_BT, torch.tensor(list(end_ids), device=zero_BT.device))
+    ends_BT = batch.supervised_BT & torch.isin(batch.ids_BT, zero_BT.new_tensor(list(end_ids)))
 
     # Each token, and behind the last one of a document its fill: indices into the row, and steps behind the token.
     width = max(int(((real_BT.cumsum(1) + fill_BT.cumsum(1)) * last_BT).max()), 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -85,8 +86,12 @@ def block_number(config: ObjectiveConfig, batch: Batch, document: int, position:
 
 def offset(config: ObjectiveConfig, batch: Batch, document: int) -> int:
     """How far into a block a document begins, where that is drawn."""
-    key = fold(batch.seed, batch.epoch + 1)
-    return int(float(uniform(key, NOISE, torch.tensor(0), round=document, node=OFFSET << 16)) * config.block)
+    return int(place_of(batch.seed, batch.epoch, document) * config.block)
+
+
+@cache
+def place_of(seed: int, epoch: int, document: int) -> float:
+    return float(uniform(fold(seed, epoch + 1), NOISE, torch.tensor(0), round=document, node=OFFSET << 16))
 
 
 def seen_by_words(config: ObjectiveConfig, batch: Batch, q: Place, k: Place) -> bool:
@@ -167,7 +172,7 @@ def test_a_written_out_table(name: str) -> None:
     if name == "idlm":
         assert not seen[at.index(2), 6 + at.index(3)]  # causal inside
     if name == "dual":
-        assert at == [1, 3, 5]  # anchors are clean rows
+        assert at == [1, 3]  # anchors are clean rows, and the last block has nothing left to predict
 
 
 # Noise and labels
@@ -206,12 +211,15 @@ def test_noise_depends_on_nothing_but_its_keys(name: str, change: dict[str, str]
             for s in (x, y):
                 assert noted_rows(one, row, s.sample_id) == noted_rows(other, 0, s.sample_id)
         return
+    found: set[tuple[Any, ...]] = set()
     for packing in packings:
         _, rows = built(config, make_batch(packing, 50, 7, 2))
         for row, members in enumerate(packing):
             for s in members:
                 wanted = noted_rows(built(config, alone[s.sample_id])[1], 0, s.sample_id)
-                assert wanted and noted_rows(rows, row, s.sample_id) == wanted
+                assert noted_rows(rows, row, s.sample_id) == wanted
+                found |= wanted
+    assert found
     if config.levels[0] < 1:
         other = noted_rows(built(config, make_batch([[c]], None, 7, 3))[1], 0, 20)
         assert other != noted_rows(built(config, alone[20])[1], 0, 20)
@@ -282,9 +290,10 @@ def test_levels_are_what_their_names_say() -> None:
     def replace_epoch(batch: Batch, epoch: int) -> Batch:
         return Batch(batch.ids_BT, batch.supervised_BT, batch.positions_BT, batch.samples_BT, epoch, 1)
 
-    share = torch.stack([copy_of(e)[1].hidden_BT.double().mean() for e in range(60)]).mean()
-    assert abs(float(share) - 0.5) < 0.05
-    for epoch in range(5):
+    share = torch.stack([copy_of(e)[1].hidden_BT.double().mean() for e in range(30)]).mean()
+    assert abs(float(share) - 0.5) < 0.07
+    picked = set()
+    for epoch in range(8):
         _, exact = copy_of(epoch, draw="exact")
         per_block = exact.hidden_BT.view(8, 8).sum(1)
         assert torch.equal(per_block, (exact.level_BT.view(8, 8)[:, 0] * 8).ceil().long())
@@ -297,11 +306,11 @@ def test_levels_are_what_their_names_say() -> None:
             float((gaps[1:] - gaps[:-1]).max()) < 0.3
         )  # eight independent draws leave larger holes more often than not
         text, one = copy_of(epoch, schedule="semi_ar", levels=(0.5, 0.5), layout="single")
-        (chosen,) = text.block_BT[one.counted_BT].unique().tolist() or [None]
-        assert bool(one.hidden_BT[text.block_BT > chosen].all()) and not bool(
-            one.hidden_BT[text.block_BT < chosen].any()
-        )
-    assert len({int(copy_of(e, schedule="semi_ar")[0].block_BT[copy_of(e, schedule="semi_ar")[1].counted_BT][0]) for e in range(20)}) > 3  # fmt: skip
+        (chosen,) = text.block_BT[one.counted_BT].unique().tolist()
+        picked.add(chosen)
+        assert bool(one.hidden_BT[text.block_BT > chosen].all())
+        assert not bool(one.hidden_BT[text.block_BT < chosen].any())
+    assert len(picked) > 3
 
 
 def test_padding_policies() -> None:

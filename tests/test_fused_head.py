@@ -73,7 +73,7 @@ def test_no_rows_and_half_precision() -> None:
     (rows.ce_R.sum() + rows.entropy_R.sum()).backward()
     assert hidden_RD.grad is not None and hidden_RD.grad.dtype == torch.bfloat16
     none = head_rows(head, hidden_RD[:0], torch.zeros(0, dtype=torch.int64))
-    assert len(none.ce_R) == len(none.top_R) == 0 and float(none.ce_R.sum()) == 0
+    assert len(none.ce_R) == len(none.top_R) == 0 and none.ce_R.sum().item() == 0
 
 
 def test_the_largest_tensor_is_a_chunk() -> None:

@@ -38,6 +38,7 @@ TABLES = {
     "EXPORTERS": "inference.exporters",
     "SUITES": "inference.suites",
     "FAMILIES": "models.families",
+    "PRESETS": "models.diffusion",
 }
 
 

@@ -24,7 +24,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..configs.training import BudgetConfig, TrainConfig, differing
+from ..configs.diffusion import RunConfig
+from ..configs.training import BudgetConfig, differing
 from ..data.batch import Batch, TargetOut
 from . import checkpoint, engine
 from .checkpoint import State
@@ -108,7 +109,7 @@ class Summary:
 
 
 def train(
-    config: TrainConfig,
+    config: RunConfig,
     accelerator: Accelerator,
     drafter: nn.Module,
     stream: Stream,
