@@ -288,21 +288,26 @@ class Canvas:
         return stale_B
 
     def _sight(self, places_BT: Tensor, use_BT: Tensor) -> Tensor:
-        """bool [B, T, T]: what each row of the pass sees of the others. Padding is seen by itself alone."""
-        d, t = self.denoiser, places_BT.shape[1]
-        self_TT = torch.eye(t, dtype=torch.bool, device=places_BT.device)
-        used_B1T = use_BT[:, None, :]
-        if not d.causal:
-            return (used_B1T & use_BT[:, :, None]) | self_TT
-        block_BT = self.block_BS.gather(1, places_BT)
-        closed_BT = places_BT < self.start_B[:, None]
-        order_BT = torch.where(closed_BT, places_BT, 0 * places_BT)  # where all is equal, all is seen
-        if not d.token_causal:
-            order_BT = 0 * order_BT
-        if d.inside == "observed_first":
-            behind_BT = places_BT + self.masked_BS.gather(1, places_BT) * _FAR
-            order_BT = torch.where(closed_BT, order_BT, behind_BT)
-        earlier_BTT = block_BT[:, None, :] < block_BT[:, :, None]
-        same_BTT = block_BT[:, None, :] == block_BT[:, :, None]
-        within_BTT = same_BTT & (order_BT[:, None, :] <= order_BT[:, :, None])
-        return ((earlier_BTT | within_BTT) & used_B1T & use_BT[:, :, None]) | self_TT
+        block_BT, masked_BT = self.block_BS.gather(1, places_BT), self.masked_BS.gather(1, places_BT)
+        return sight(self.denoiser, places_BT, use_BT, block_BT, places_BT < self.start_B[:, None], masked_BT)
+
+
+def sight(
+    denoiser: Denoiser, places_BT: Tensor, use_BT: Tensor, block_BT: Tensor, closed_BT: Tensor, masked_BT: Tensor
+) -> Tensor:
+    """bool [B, T, T]: what each row of a pass sees of the others, by the model's own rule. `use_BT` False: padding, seen by
+    itself alone; `block_BT`: number of the row's block; `closed_BT`: that block is finished; `masked_BT`: undecided."""
+    t = places_BT.shape[1]
+    self_TT = torch.eye(t, dtype=torch.bool, device=places_BT.device)
+    used_BTT = use_BT[:, None, :] & use_BT[:, :, None]
+    if not denoiser.causal:
+        return used_BTT | self_TT
+    order_BT = torch.zeros_like(places_BT)  # of equals, each sees the other
+    if denoiser.token_causal:
+        order_BT = places_BT * closed_BT
+    if denoiser.inside == "observed_first":
+        order_BT = torch.where(closed_BT, order_BT, places_BT + masked_BT * _FAR)
+    earlier_BTT = block_BT[:, None, :] < block_BT[:, :, None]
+    same_BTT = block_BT[:, None, :] == block_BT[:, :, None]
+    within_BTT = same_BTT & (order_BT[:, None, :] <= order_BT[:, :, None])
+    return ((earlier_BTT | within_BTT) & used_BTT) | self_TT
