@@ -27,14 +27,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels import rng
-from ..losses.probs import History, ParamRows, SamplingParams, adjust, draw, probs
+from ..losses.probs import History, ParamRows, SamplingParams
 from ..models.denoiser import Denoiser
 from .branches import FreeDave, Lopa, rival_fills, surest
 from .canvas import Canvas, Window
 from .commit import Event, Passes, Request, Result
 from .speculate import check_prompt
-from .step import Step, best, ranks
+from .step import Step, best, candidates, ranks, too_early
 from .strategies import STRATEGIES, AdaBlock, Edit, Pipeline, Remask, Strategy
 
 CacheKind = Literal["auto", "none", "block", "prefix", "dual"]
@@ -239,22 +238,7 @@ class _Batch:
         return torch.where(p_BT1 > 0, scaled_BTD, own_BTD)
 
     def _candidates(self, hidden_BCD: Tensor, place_BC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Adjusted logits [B, C, V], the candidate of every place and its probability. A place keeps its uniform number
-        from pass to pass, so that candidates change only as the distribution does."""
-        b, c = place_BC.shape
-        logits_BCV = self.denoiser.head(hidden_BCD)
-        x_BCV = logits_BCV.clone() if logits_BCV.dtype == torch.float64 else logits_BCV.float()
-        x_BCV[..., self.denoiser.mask_id] = float("-inf")
-        rows = self.params.repeat(c)
-        history = self._history(place_BC)
-        x_RV = adjust(x_BCV.flatten(0, 1), rows, history)
-        if self.params.hot:
-            u_BC = rng.uniform(self.seeds_B[:, None], rng.TARGET, place_BC)
-            token_R = draw(probs(x_RV, rows), u_BC.flatten())
-        else:
-            token_R = x_RV.argmax(-1)
-        confidence_R = (x_RV.gather(1, token_R[:, None])[:, 0] - x_RV.logsumexp(-1)).exp()
-        return x_RV.view(b, c, -1), token_R.view(b, c), confidence_R.view(b, c)
+        return candidates(self.denoiser, hidden_BCD, place_BC, self.params, self.seeds_B, self._history(place_BC))
 
     def _history(self, place_BC: Tensor) -> History:
         canvas, c = self.canvas, place_BC.shape[1]
@@ -264,8 +248,7 @@ class _Batch:
             counts_BV.scatter_add_(1, canvas.ids_BS, canvas.decided().long())
             prompt_RV, counts_RV = self.prompt_BV.repeat_interleave(c, 0), counts_BV.repeat_interleave(c, 0)
         if self.early_B1 is not None:
-            early_BC = place_BC - canvas.prompt_B[:, None] < self.early_B1
-            banned_RV = (canvas.stops_BV[:, None] & early_BC[..., None]).flatten(0, 1)
+            banned_RV = too_early(place_BC, canvas.prompt_B, self.early_B1, canvas.stops_BV)
         return History(self.denoiser.facts.tokens, prompt_RV, counts_RV, banned_RV)
 
     def _work(self, window: Window, hidden_BGTD: Tensor, working_B: Tensor) -> None:
@@ -302,10 +285,10 @@ class _Batch:
         logits_BCV, best_BC, confidence_BC = self._candidates(hidden_BCD, place_BC)
         ends_BC = canvas.stops_BV.gather(1, best_BC)
         step = canvas.look(said_BC & working_B[:, None], logits_BCV, best_BC, confidence_BC, ends_BC, self.memory)
-        step.hidden_BCD = hidden_BCD
         if isinstance(strategy.schedule, AdaBlock):
             canvas.cut(torch.where(working_B, strategy.schedule.cut(step), 0))
             step = canvas.look(said_BC & working_B[:, None], logits_BCV, best_BC, confidence_BC, ends_BC, self.memory)
+        step.hidden_BCD = hidden_BCD
         old = dict(self.memory)
         score_BC, chosen_BC = self._choose(step)
         self._restore(old, working_B)

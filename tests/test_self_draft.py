@@ -25,12 +25,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "dual": {"shift": True, "token_causal": True, "dual": True},
 }
 PROMPTS = [[5, 9, 77, 30, 2, 8, 100], [44], [7, 7, 12, 90]]
-MASK = 200
+MASK = 256
 
 
 @pytest.fixture(scope="module")
 def double(tiny: Callable[..., Any]) -> Any:
-    return tiny(dtype=torch.float64)
+    return tiny(dtype=torch.float64, layers=2, width=32, vocab=260, tokens=256)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -103,7 +103,7 @@ def brute_force(denoiser: Any, text: list[int], prompt: int) -> list[int]:
     ids = torch.tensor([text + [denoiser.mask_id] * (rows - n)])
     with torch.no_grad():
         hidden = denoiser.denoise(ids, torch.arange(rows)[None], see_BTA=see[None])
-        logits = denoiser.head(hidden)[0]
+        logits = denoiser.head(hidden)[0, :, :256]
     return [int(logits[place - shift].argmax()) for place in range(n, end)]
 
 
