@@ -53,7 +53,7 @@ class DiffuseConfig:
     cache: CacheKind = "auto"
     """none, block (exact), prefix, dual (approximate); auto = block where the model has blocks, else none."""
     fuse: bool = True
-    """A finished block is written by the next block's first pass; false: by a pass of its own."""
+    """A finished block is written by the next block's first pass; false, and always in `dual`: by a pass of its own."""
     window: int | None = None
     """Places behind the block that a model which sees the whole canvas is shown (approximate); none = all."""
     refresh: int | None = None
@@ -179,7 +179,7 @@ class _Batch:
         window = canvas.window(live_B)
         hidden_BGTD = self._forward(window)
         first = not bool(canvas.begun_B.any())
-        self._count(live_B, window.kv_B)
+        self._count(window)
         free_B = canvas.wrote(window)
         if bool(free_B.any()):
             at_B1 = window.row_of(canvas.start_B[:, None] - 1)
@@ -187,7 +187,7 @@ class _Batch:
             hidden_B1D = hidden_BGTD[rows_B, 0][rows_B[:, None], at_B1.clamp(min=0)]
             _, token_B1, _ = self._candidates(hidden_B1D, canvas.start_B[:, None])
             canvas.put(canvas.start_B[:, None], token_B1, free_B[:, None])
-        working_B = live_B & ~window.kv_B
+        working_B = window.runs_B & ~window.kv_B
         if bool(working_B.any()):
             self._work(window, hidden_BGTD, working_B)
         moved_B = canvas.advance(live_B)
@@ -220,7 +220,7 @@ class _Batch:
             window.positions_BT.repeat_interleave(g, 0),
             cache=self.cache,
             see_BTA=window.see_BTT.repeat_interleave(g, 0),
-            view=window.noisy_BT.repeat_interleave(g, 0) if self.denoiser.dual else "noisy",
+            view="clean" if self.denoiser.dual and bool(window.kv_B.any()) else "noisy",
         )
         if self.cache is not None:
             self.cache.commit(window.stay_B.repeat_interleave(g))
@@ -364,13 +364,13 @@ class _Batch:
         if self.fills_BGC is not None:
             self.fills_BGC = self.fills_BGC & (moved_B == 0)[:, None, None]
 
-    def _count(self, live_B: Tensor, kv_B: Tensor) -> None:
-        branches_B = torch.zeros_like(live_B).long()
+    def _count(self, window: Window) -> None:
+        branches_B = torch.zeros_like(window.kv_B).long()
         if self.fills_BGC is not None:
             branches_B = self.fills_BGC.any(2).sum(1)
         begun = self.canvas.begun_B.tolist()
-        for row, (live, kv) in enumerate(zip(live_B.tolist(), kv_B.tolist(), strict=True)):
-            if live:
+        for row, (runs, kv) in enumerate(zip(window.runs_B.tolist(), window.kv_B.tolist(), strict=True)):
+            if runs:
                 kind = "denoise" if not kv else "kv_only" if begun[row] else "prefill"
                 setattr(self.passes[row], kind, getattr(self.passes[row], kind) + 1)
                 self.passes[row].branches += int(branches_B[row])

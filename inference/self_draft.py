@@ -4,10 +4,10 @@
     results = generate(target, prompts, params, drafter, DecodeConfig(k=4))     # target: the path that is drafted for
 
 One pass per draft fills the block behind the anchor with masks and takes the candidates of its first places; this pass
-is what drafting costs beside the verification, and `forwards` counts it. Where finished text is read by the clean view
-(`dual`) the target's own cache serves both: the pass runs the anchor in the clean view and the masks in the noisy one
-behind what the target has cached, and keeps nothing. Every other denoiser has a second cache, which the same pass keeps
-up to date with the text that was committed since.
+is what drafting costs beside the verification, and `forwards` counts it. Every denoiser but a `dual` one has a second
+cache, which the same pass keeps up to date with the text that was committed since. In `dual` the target's own cache
+serves both views: the anchor runs in the clean view, the masks behind it in the noisy one (a second, short pass, as a
+pass has one view), and nothing is kept.
 
 Blocks begin right behind the anchor where finished tokens see the tokens before them alone, since their keys and values
 are then the same wherever blocks begin. Where finished blocks see themselves whole, blocks stay where training had them,
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..models.cache import Cache
-from ..models.denoiser import Denoiser
+from ..models.denoiser import Denoiser, View
 from ..models.drafter import Budget, Commit, Prefill
 from ..models.tree import Tree
 from .canvas import sight
@@ -138,7 +138,7 @@ class SelfDraft:
         """Run what is not cached and the open block: last hidden states [B, T, D], the first row's place, and the end of
         the block."""
         d, block = self.denoiser, self.denoiser.block
-        origin_B = torch.zeros_like(state.ends_B) if d.origin == "text" else state.prompt_B
+        origin_B = torch.zeros_like(state.ends_B) if d.origin == "document" else state.prompt_B
         start_B = state.ends_B
         if not d.token_causal:
             start_B = origin_B + (start_B - origin_B).div(block, rounding_mode="floor") * block
@@ -147,20 +147,26 @@ class SelfDraft:
         places_BT = first_B[:, None] + torch.arange(int(count_B.max()), device=live_B.device)
         use_BT = places_BT < (first_B + count_B)[:, None]
         closed_BT, known_BT = places_BT < start_B[:, None], places_BT < state.ends_B[:, None]
-        block_BT = (places_BT - origin_B[:, None]).div(block, rounding_mode="floor")
+        block_BT = (places_BT - origin_B[:, None]) // block + 1
+        block_BT = torch.where(places_BT < origin_B[:, None], 0, block_BT)  # the prompt is one block
         if d.token_causal:  # finished tokens go by place alone
             block_BT = torch.where(closed_BT, 0, 1)
         ids_BT = state.ids_BS.gather(1, places_BT.clamp(max=state.ids_BS.shape[1] - 1))
         ids_BT = torch.where(known_BT, ids_BT, d.mask_id)
         positions_BT = torch.where(use_BT, places_BT, 0).clamp(max=self.facts.max_positions - 1)
-        hidden_BTD = d.denoise(
-            ids_BT,
-            positions_BT,
-            cache=cache,
-            see_BTA=sight(d, places_BT, use_BT, block_BT, closed_BT, ~known_BT),
-            view=~closed_BT if d.dual else "noisy",
-        )
-        self.forwards += 1
+        see_BTT = sight(d, places_BT, use_BT, block_BT, closed_BT, ~known_BT)
+        # In `dual` the first row is the anchor, the others are masks.
+        parts: list[tuple[slice, View]] = [(slice(0, None), "noisy")]
+        if d.dual:
+            parts = [(slice(0, 1), "clean"), (slice(1, None), "noisy")]
+        hidden = []
+        for part, view in parts:
+            if places_BT[:, part].shape[1]:
+                see_BTA = see_BTT[:, part, : part.stop]
+                run = d.denoise(ids_BT[:, part], positions_BT[:, part], cache=cache, see_BTA=see_BTA, view=view)
+                hidden.append(run)
+                self.forwards += 1
+        hidden_BTD = torch.cat(hidden, 1)
         if not d.dual:
             cache.commit(torch.where(live_B, start_B - first_B, 0))
         return hidden_BTD, first_B, end_B

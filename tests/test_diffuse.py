@@ -27,11 +27,12 @@ MID = strategy_of("threshold", {"threshold": 0.02})
 PROMPTS = [[5, 9, 77, 30, 2, 8, 100], [44], [7, 2, 12, 90]]  # 2 pads and ends texts; here it is text
 
 FORMS: dict[str, dict[str, Any]] = {
-    "sdar": {"shift": False, "origin": "text"},
+    "sdar": {"shift": False, "origin": "document"},
     "answer": {"shift": False},
     "shift": {"shift": True},
-    "shift, text": {"shift": True, "origin": "text"},
+    "shift, document": {"shift": True, "origin": "document"},
     "set_block": {"shift": True, "token_causal": True},
+    "idlm": {"shift": True, "token_causal": True, "inside": "causal"},
     "wedlm": {"shift": False, "token_causal": True, "inside": "observed_first"},
     "dual": {"shift": True, "token_causal": True, "dual": True},
     "full": {"shift": False, "causal": False},
@@ -57,7 +58,7 @@ def test_number_of_passes(prompt: int, length: int) -> None:
     """Above 1: a pass per token, but for those that the shift gives free; 0: a pass per block."""
     params = SamplingParams(max_new_tokens=length, ignore_eos=True)
     for shift, causal, origin, fuse, cache in product(
-        (0, 1), (0, 1), ("text", "answer"), (True, False), ("auto", "none")
+        (0, 1), (0, 1), ("document", "answer"), (True, False), ("auto", "none")
     ):
         counts = []
         for strategy in (ONE, ALL):
@@ -66,7 +67,7 @@ def test_number_of_passes(prompt: int, length: int) -> None:
             [result] = diffuse(denoiser, [[1] * prompt], params, decode)
             assert len(result.ids) == length and MASK not in result.ids
             counts.append(result.passes)
-        first = prompt // 4 * 4 if origin == "text" else prompt
+        first = prompt // 4 * 4 if origin == "document" else prompt
         blocks = [range(max(at, prompt), min(at + 4, prompt + length)) for at in range(first, prompt + length, 4)]
         free = [bool(shift and causal and block[0] > 0 and (block[0] - first) % 4 == 0) for block in blocks]
         left = [len(block) - got for block, got in zip(blocks, free, strict=True)]
