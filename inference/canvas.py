@@ -294,17 +294,24 @@ class Canvas:
 
 
 def sight(
-    denoiser: Denoiser, places_BT: Tensor, use_BT: Tensor, block_BT: Tensor, closed_BT: Tensor, masked_BT: Tensor
+    denoiser: Denoiser,
+    places_BT: Tensor,
+    use_BT: Tensor,
+    block_BT: Tensor,
+    closed_BT: Tensor,
+    masked_BT: Tensor,
+    token_causal: bool = False,
 ) -> Tensor:
     """bool [B, T, T]: what each row of a pass sees of the others, by the model's own rule. `use_BT` False: padding, seen by
-    itself alone; `block_BT`: number of the row's block; `closed_BT`: that block is finished; `masked_BT`: undecided."""
+    itself alone; `block_BT`: number of the row's block; `closed_BT`: that block is finished; `masked_BT`: undecided; `token_causal`: finished tokens see those before
+    them whatever the model was trained with."""
     t = places_BT.shape[1]
     self_TT = torch.eye(t, dtype=torch.bool, device=places_BT.device)
     used_BTT = use_BT[:, None, :] & use_BT[:, :, None]
     if not denoiser.causal:
         return used_BTT | self_TT
     order_BT = torch.zeros_like(places_BT)  # of equals, each sees the other
-    if denoiser.token_causal:
+    if denoiser.token_causal or token_causal:
         order_BT = places_BT * closed_BT
     if denoiser.inside != "full":
         behind_BT = masked_BT * _FAR if denoiser.inside == "observed_first" else 0

@@ -29,9 +29,10 @@ from torch.nn.functional import pad
 
 from ..losses.probs import History, ParamRows, SamplingParams
 from ..models.denoiser import Denoiser
-from .branches import FreeDave, Lopa, rival_fills, surest
+from .branches import FreeDave, Lopa, SelfVerify, rival_fills, surest
 from .canvas import Canvas, Window
 from .commit import Event, Passes, Request, Result
+from .self_verify import SelfVerifying
 from .speculate import check_prompt
 from .step import Step, best, candidates, ranks, too_early
 from .strategies import STRATEGIES, AdaBlock, Edit, Pipeline, Remask, Strategy
@@ -74,7 +75,7 @@ class DiffuseConfig:
         beside = s.apply is not None or s.soft is not None or s.schedule is not None
         if s.verify is not None and (beside or self.sub_block is not None or self.cache in ("prefix", "dual")):
             raise ValueError(
-                "diffuse: branches (freedave, lopa) run with a score, a selection and an exact cache alone: leave apply, "
+                "diffuse: branches (freedave, lopa, s2d2) run with a score, a selection and an exact cache alone: leave apply, "
                 "soft, schedule, sub_block and approximate caches away"
             )
         if self.sub_block is not None and (s.apply is not None or isinstance(s.schedule, Pipeline)):
@@ -96,6 +97,10 @@ def fit(denoiser: Denoiser, decode: DiffuseConfig) -> DiffuseConfig:
         raise ValueError(
             f"diffuse: block={decode.block}: this model was trained with block {denoiser.block} and needs it; use sub_block "
             "or a threshold to decide fewer tokens at once"
+        )
+    if denoiser.dual and cache == "none":
+        raise ValueError(
+            "diffuse: cache='none': in dual finished text is read in another view, from a cache: use block"
         )
     if denoiser.causal and decode.window is not None:
         raise ValueError("diffuse: window is for models that see the whole canvas")
@@ -128,11 +133,14 @@ def diffuse(
         check_prompt(denoiser, i, prompt, each[i])
     decode = fit(denoiser, decode or DiffuseConfig())
     results = []
+    verify = decode.strategy.verify if isinstance(decode.strategy.verify, SelfVerify) else None
     for first in range(0, len(prompts), decode.max_rows):
         rows = range(first, min(first + decode.max_rows, len(prompts)))
         tokenizer, eos_ids = denoiser.tokenizer, denoiser.facts.eos_ids
         requests = [Request(i, prompts[i], each[i], eos_ids, tokenizer, on_event is not None) for i in rows]
-        batch = _Batch(denoiser, requests, decode)
+        batch: _Batch | SelfVerifying = (
+            _Batch(denoiser, requests, decode) if verify is None else SelfVerifying(denoiser, requests, verify)
+        )
         while any(r.stop_reason is None for r in requests):
             for event in batch.step():
                 if on_event is not None:
@@ -150,7 +158,8 @@ class _Batch:
         self.device = denoiser.device
         self.canvas = Canvas(denoiser, requests, decode)
         verify = self.strategy.verify
-        self.groups = 1 + (verify.rivals if isinstance(verify, Lopa) else verify.drafts if verify else 0)
+        beside = verify.rivals if isinstance(verify, Lopa) else verify.drafts if isinstance(verify, FreeDave) else 0
+        self.groups = 1 + beside
         self.params = ParamRows.pack([r.params for r in requests], self.device)
         self.seeds_B = torch.tensor([r.seed for r in requests], device=self.device)
         self.passes = [Passes() for _ in requests]
@@ -341,6 +350,7 @@ class _Batch:
         """The branches of the next pass, from what this one said."""
         verify = self.strategy.verify
         left_BC = step.open_BC & ~chosen_BC
+        assert isinstance(verify, Lopa | FreeDave)
         if isinstance(verify, Lopa):
             fills_BGC = rival_fills(ranks(score_BC, left_BC), left_BC, verify.rivals)
         else:
