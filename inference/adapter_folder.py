@@ -54,9 +54,16 @@ class Converted:
     def denoiser(self) -> TargetDenoiser:
         """What the runtime decodes."""
         objective, adapters = self.objective, self.adapters
-        causal = objective.layout != "whole"
         return TargetDenoiser(
-            adapters.target, objective.block, adapters.mask_id, shift=objective.shift, causal=causal, adapters=adapters
+            adapters.target,
+            objective.block,
+            adapters.mask_id,
+            shift=objective.shift,
+            causal=objective.layout != "whole",
+            adapters=adapters,
+            origin="document" if objective.origin == "document" else "answer",  # random: any place is one
+            token_causal=objective.clean == "token",
+            inside=objective.inside,
         )
 
 

@@ -1,4 +1,4 @@
-"""Canvases that run beside the canvas: rival fills (LoPA) and drafts of later states (FreeDave).
+"""Canvases that run beside the canvas: rival fills (LoPA), drafts of later states (FreeDave), self-verification (S2D2).
 
 Branch 0 of a row is its canvas as it is; the others differ from it in some places of the unfinished block. All run in one
 pass, as rows of the batch; `Passes.branches` counts them.
@@ -40,6 +40,19 @@ class FreeDave:
     def __post_init__(self) -> None:
         if self.drafts < 1:
             raise ValueError(f"freedave: drafts={self.drafts}, must be an integer >= 1")
+
+
+@dataclass(frozen=True)
+class SelfVerify:
+    """The model's mode of block size 1 verifies drafts of its blocks (S2D2; inference/self_verify.py)."""
+
+    route: float | None = None
+    """Drafts whose least sure token reaches this are not verified: lossy; none = all are, lossless against that mode."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the answer is that of the mode itself."""
+        return self.route is None
 
 
 def rival_fills(rank_BC: Tensor, left_BC: Tensor, rivals: int) -> Tensor:

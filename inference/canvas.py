@@ -31,8 +31,8 @@ class Window:
     places_BT: Tensor
     use_BT: Tensor  # bool, not padding
     see_BTT: Tensor
-    noisy_BT: Tensor  # bool, rows of unfinished blocks
     rows_BS: Tensor  # int64, at which of the T a place is run, -1 = it is not
+    runs_B: Tensor  # bool, this row takes part in the pass
     kv_B: Tensor  # bool, this row's pass only writes finished places
     kept_B: Tensor  # bool, finished places are written
     lengths_B: Tensor  # slots that the cache is cut to before the pass
@@ -71,15 +71,14 @@ class Canvas:
             self.stops_BV[row, sorted(request.eos_ids | request.stop_ids)] = True
         self.soft_BS = torch.zeros(b, s, dtype=torch.float64, device=device)
         self.soft_ids_BS = self.ids_BS.clone()
-        if denoiser.origin == "text":
+        if denoiser.origin == "document":
             self.number_B = self.prompt_B // decode.block
             self.start_B = self.number_B * decode.block
             blocks_BS = (self.place_S // decode.block).expand(b, s)
-        else:
-            self.number_B = -(-self.prompt_B // decode.block)
+        else:  # the prompt is one block
+            self.number_B = torch.ones_like(self.prompt_B)
             self.start_B = self.prompt_B.clone()
-            blocks_BS = (self.place_S - self.prompt_B[:, None]).div(decode.block, rounding_mode="floor")
-            blocks_BS = blocks_BS + self.number_B[:, None]
+            blocks_BS = torch.zeros_like(self.ids_BS)
         self.block_BS = torch.where(self.place_S < self.start_B[:, None], blocks_BS, _FAR)
         self.stop_B = self.start_B.clone()
         zeros_B = torch.zeros_like(self.start_B)
@@ -187,7 +186,7 @@ class Canvas:
 
     def wrote(self, window: Window) -> Tensor:
         """A pass has run its window. bool [B]: rows whose first open place is free now, said by the last finished row."""
-        self.begun_B = self.begun_B | window.use_BT.any(1)
+        self.begun_B = self.begun_B | window.runs_B
         self.settled_B = torch.where(window.kept_B, self.start_B, self.settled_B)
         masked_B = self.masked_BS.gather(1, self.start_B[:, None])[:, 0]
         return window.kept_B & masked_B & self.denoiser.shift
@@ -224,7 +223,8 @@ class Canvas:
     # What a pass runs and sees
 
     def window(self, live_B: Tensor) -> Window:
-        """The window of a pass; a row that is not live runs nothing."""
+        """The window of a pass; a row that is not live runs nothing. Two views do not go into one pass: in `dual`, rows
+        with something to write go first, alone."""
         d, decode, p_S = self.denoiser, self.decode, self.place_S
         start_B1, stop_B1, settled_B1 = self.start_B[:, None], self.stop_B[:, None], self.settled_B[:, None]
         kv_B = torch.zeros_like(live_B)
@@ -233,7 +233,9 @@ class Canvas:
             if d.shift:  # but for the token that finished places give free
                 undecided_BS &= p_S != start_B1
             alone_B = ~self.begun_B | ~undecided_BS.any(1) | (not decode.fuse)
-            kv_B = live_B & (self.settled_B < self.start_B) & alone_B
+            kv_B = live_B & (self.settled_B < self.start_B) & (alone_B | d.dual)
+            if d.dual and bool(kv_B.any()):
+                live_B = kv_B
         zone_B, self.zone_end_B = self._zone()
         begin_B1, end_B1 = zone_B[:, None] - int(d.shift), self.zone_end_B[:, None]
         keep_BS = (p_S >= settled_B1) & (p_S < start_B1) & d.causal
@@ -264,8 +266,7 @@ class Canvas:
         rows_BS.scatter_(1, places_BT, torch.where(use_BT, torch.arange(t, device=p_S.device), -1))
         see_BTT = self._sight(places_BT, use_BT)
         kept_B, stay_B = keep_BS.any(1), keep_BS.sum(1) + hold_BS.sum(1)
-        noisy_BT = places_BT >= start_B1
-        return Window(places_BT, use_BT, see_BTT, noisy_BT, rows_BS, kv_B, kept_B, lengths_B, stay_B)
+        return Window(places_BT, use_BT, see_BTT, rows_BS, live_B, kv_B, kept_B, lengths_B, stay_B)
 
     def _zone(self) -> tuple[Tensor, Tensor]:
         """int64 [B] twice: first place and end of what is decided now, the open blocks or a sub-block."""
@@ -288,21 +289,34 @@ class Canvas:
         return stale_B
 
     def _sight(self, places_BT: Tensor, use_BT: Tensor) -> Tensor:
-        """bool [B, T, T]: what each row of the pass sees of the others. Padding is seen by itself alone."""
-        d, t = self.denoiser, places_BT.shape[1]
-        self_TT = torch.eye(t, dtype=torch.bool, device=places_BT.device)
-        used_B1T = use_BT[:, None, :]
-        if not d.causal:
-            return (used_B1T & use_BT[:, :, None]) | self_TT
-        block_BT = self.block_BS.gather(1, places_BT)
-        closed_BT = places_BT < self.start_B[:, None]
-        order_BT = torch.where(closed_BT, places_BT, 0 * places_BT)  # where all is equal, all is seen
-        if not d.token_causal:
-            order_BT = 0 * order_BT
-        if d.inside == "observed_first":
-            behind_BT = places_BT + self.masked_BS.gather(1, places_BT) * _FAR
-            order_BT = torch.where(closed_BT, order_BT, behind_BT)
-        earlier_BTT = block_BT[:, None, :] < block_BT[:, :, None]
-        same_BTT = block_BT[:, None, :] == block_BT[:, :, None]
-        within_BTT = same_BTT & (order_BT[:, None, :] <= order_BT[:, :, None])
-        return ((earlier_BTT | within_BTT) & used_B1T & use_BT[:, :, None]) | self_TT
+        block_BT, masked_BT = self.block_BS.gather(1, places_BT), self.masked_BS.gather(1, places_BT)
+        return sight(self.denoiser, places_BT, use_BT, block_BT, places_BT < self.start_B[:, None], masked_BT)
+
+
+def sight(
+    denoiser: Denoiser,
+    places_BT: Tensor,
+    use_BT: Tensor,
+    block_BT: Tensor,
+    closed_BT: Tensor,
+    masked_BT: Tensor,
+    token_causal: bool = False,
+) -> Tensor:
+    """bool [B, T, T]: what each row of a pass sees of the others, by the model's own rule. `use_BT` False: padding, seen by
+    itself alone; `block_BT`: number of the row's block; `closed_BT`: that block is finished; `masked_BT`: undecided; `token_causal`: finished tokens see those before
+    them whatever the model was trained with."""
+    t = places_BT.shape[1]
+    self_TT = torch.eye(t, dtype=torch.bool, device=places_BT.device)
+    used_BTT = use_BT[:, None, :] & use_BT[:, :, None]
+    if not denoiser.causal:
+        return used_BTT | self_TT
+    order_BT = torch.zeros_like(places_BT)  # of equals, each sees the other
+    if denoiser.token_causal or token_causal:
+        order_BT = places_BT * closed_BT
+    if denoiser.inside != "full":
+        behind_BT = masked_BT * _FAR if denoiser.inside == "observed_first" else 0
+        order_BT = torch.where(closed_BT, order_BT, places_BT + behind_BT)
+    earlier_BTT = block_BT[:, None, :] < block_BT[:, :, None]
+    same_BTT = block_BT[:, None, :] == block_BT[:, :, None]
+    within_BTT = same_BTT & (order_BT[:, None, :] <= order_BT[:, :, None])
+    return ((earlier_BTT | within_BTT) & used_BTT) | self_TT

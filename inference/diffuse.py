@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels import rng
-from ..losses.probs import History, ParamRows, SamplingParams, adjust, draw, probs
+from ..losses.probs import History, ParamRows, SamplingParams
 from ..models.denoiser import Denoiser
-from .branches import FreeDave, Lopa, rival_fills, surest
+from .branches import FreeDave, Lopa, SelfVerify, rival_fills, surest
 from .canvas import Canvas, Window
 from .commit import Event, Passes, Request, Result
+from .self_verify import SelfVerifying
 from .speculate import check_prompt
-from .step import Step, best, ranks
+from .step import Step, best, candidates, ranks, too_early
 from .strategies import STRATEGIES, AdaBlock, Edit, Pipeline, Remask, Strategy
 
 CacheKind = Literal["auto", "none", "block", "prefix", "dual"]
@@ -54,7 +54,7 @@ class DiffuseConfig:
     cache: CacheKind = "auto"
     """none, block (exact), prefix, dual (approximate); auto = block where the model has blocks, else none."""
     fuse: bool = True
-    """A finished block is written by the next block's first pass; false: by a pass of its own."""
+    """A finished block is written by the next block's first pass; false, and always in `dual`: by a pass of its own."""
     window: int | None = None
     """Places behind the block that a model which sees the whole canvas is shown (approximate); none = all."""
     refresh: int | None = None
@@ -75,7 +75,7 @@ class DiffuseConfig:
         beside = s.apply is not None or s.soft is not None or s.schedule is not None
         if s.verify is not None and (beside or self.sub_block is not None or self.cache in ("prefix", "dual")):
             raise ValueError(
-                "diffuse: branches (freedave, lopa) run with a score, a selection and an exact cache alone: leave apply, "
+                "diffuse: branches (freedave, lopa, s2d2) run with a score, a selection and an exact cache alone: leave apply, "
                 "soft, schedule, sub_block and approximate caches away"
             )
         if self.sub_block is not None and (s.apply is not None or isinstance(s.schedule, Pipeline)):
@@ -97,6 +97,10 @@ def fit(denoiser: Denoiser, decode: DiffuseConfig) -> DiffuseConfig:
         raise ValueError(
             f"diffuse: block={decode.block}: this model was trained with block {denoiser.block} and needs it; use sub_block "
             "or a threshold to decide fewer tokens at once"
+        )
+    if denoiser.dual and cache == "none":
+        raise ValueError(
+            "diffuse: cache='none': in dual finished text is read in another view, from a cache: use block"
         )
     if denoiser.causal and decode.window is not None:
         raise ValueError("diffuse: window is for models that see the whole canvas")
@@ -129,11 +133,14 @@ def diffuse(
         check_prompt(denoiser, i, prompt, each[i])
     decode = fit(denoiser, decode or DiffuseConfig())
     results = []
+    verify = decode.strategy.verify if isinstance(decode.strategy.verify, SelfVerify) else None
     for first in range(0, len(prompts), decode.max_rows):
         rows = range(first, min(first + decode.max_rows, len(prompts)))
         tokenizer, eos_ids = denoiser.tokenizer, denoiser.facts.eos_ids
         requests = [Request(i, prompts[i], each[i], eos_ids, tokenizer, on_event is not None) for i in rows]
-        batch = _Batch(denoiser, requests, decode)
+        batch: _Batch | SelfVerifying = (
+            _Batch(denoiser, requests, decode) if verify is None else SelfVerifying(denoiser, requests, verify)
+        )
         while any(r.stop_reason is None for r in requests):
             for event in batch.step():
                 if on_event is not None:
@@ -151,7 +158,8 @@ class _Batch:
         self.device = denoiser.device
         self.canvas = Canvas(denoiser, requests, decode)
         verify = self.strategy.verify
-        self.groups = 1 + (verify.rivals if isinstance(verify, Lopa) else verify.drafts if verify else 0)
+        beside = verify.rivals if isinstance(verify, Lopa) else verify.drafts if isinstance(verify, FreeDave) else 0
+        self.groups = 1 + beside
         self.params = ParamRows.pack([r.params for r in requests], self.device)
         self.seeds_B = torch.tensor([r.seed for r in requests], device=self.device)
         self.passes = [Passes() for _ in requests]
@@ -180,7 +188,7 @@ class _Batch:
         window = canvas.window(live_B)
         hidden_BGTD = self._forward(window)
         first = not bool(canvas.begun_B.any())
-        self._count(live_B, window.kv_B)
+        self._count(window)
         free_B = canvas.wrote(window)
         if bool(free_B.any()):
             at_B1 = window.row_of(canvas.start_B[:, None] - 1)
@@ -188,7 +196,7 @@ class _Batch:
             hidden_B1D = hidden_BGTD[rows_B, 0][rows_B[:, None], at_B1.clamp(min=0)]
             _, token_B1, _ = self._candidates(hidden_B1D, canvas.start_B[:, None])
             canvas.put(canvas.start_B[:, None], token_B1, free_B[:, None])
-        working_B = live_B & ~window.kv_B
+        working_B = window.runs_B & ~window.kv_B
         if bool(working_B.any()):
             self._work(window, hidden_BGTD, working_B)
         moved_B = canvas.advance(live_B)
@@ -221,7 +229,7 @@ class _Batch:
             window.positions_BT.repeat_interleave(g, 0),
             cache=self.cache,
             see_BTA=window.see_BTT.repeat_interleave(g, 0),
-            view=window.noisy_BT.repeat_interleave(g, 0) if self.denoiser.dual else "noisy",
+            view="clean" if self.denoiser.dual and bool(window.kv_B.any()) else "noisy",
         )
         if self.cache is not None:
             self.cache.commit(window.stay_B.repeat_interleave(g))
@@ -239,22 +247,7 @@ class _Batch:
         return torch.where(p_BT1 > 0, scaled_BTD, own_BTD)
 
     def _candidates(self, hidden_BCD: Tensor, place_BC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Adjusted logits [B, C, V], the candidate of every place and its probability. A place keeps its uniform number
-        from pass to pass, so that candidates change only as the distribution does."""
-        b, c = place_BC.shape
-        logits_BCV = self.denoiser.head(hidden_BCD)
-        x_BCV = logits_BCV.clone() if logits_BCV.dtype == torch.float64 else logits_BCV.float()
-        x_BCV[..., self.denoiser.mask_id] = float("-inf")
-        rows = self.params.repeat(c)
-        history = self._history(place_BC)
-        x_RV = adjust(x_BCV.flatten(0, 1), rows, history)
-        if self.params.hot:
-            u_BC = rng.uniform(self.seeds_B[:, None], rng.TARGET, place_BC)
-            token_R = draw(probs(x_RV, rows), u_BC.flatten())
-        else:
-            token_R = x_RV.argmax(-1)
-        confidence_R = (x_RV.gather(1, token_R[:, None])[:, 0] - x_RV.logsumexp(-1)).exp()
-        return x_RV.view(b, c, -1), token_R.view(b, c), confidence_R.view(b, c)
+        return candidates(self.denoiser, hidden_BCD, place_BC, self.params, self.seeds_B, self._history(place_BC))
 
     def _history(self, place_BC: Tensor) -> History:
         canvas, c = self.canvas, place_BC.shape[1]
@@ -264,8 +257,7 @@ class _Batch:
             counts_BV.scatter_add_(1, canvas.ids_BS, canvas.decided().long())
             prompt_RV, counts_RV = self.prompt_BV.repeat_interleave(c, 0), counts_BV.repeat_interleave(c, 0)
         if self.early_B1 is not None:
-            early_BC = place_BC - canvas.prompt_B[:, None] < self.early_B1
-            banned_RV = (canvas.stops_BV[:, None] & early_BC[..., None]).flatten(0, 1)
+            banned_RV = too_early(place_BC, canvas.prompt_B, self.early_B1, canvas.stops_BV)
         return History(self.denoiser.facts.tokens, prompt_RV, counts_RV, banned_RV)
 
     def _work(self, window: Window, hidden_BGTD: Tensor, working_B: Tensor) -> None:
@@ -302,10 +294,10 @@ class _Batch:
         logits_BCV, best_BC, confidence_BC = self._candidates(hidden_BCD, place_BC)
         ends_BC = canvas.stops_BV.gather(1, best_BC)
         step = canvas.look(said_BC & working_B[:, None], logits_BCV, best_BC, confidence_BC, ends_BC, self.memory)
-        step.hidden_BCD = hidden_BCD
         if isinstance(strategy.schedule, AdaBlock):
             canvas.cut(torch.where(working_B, strategy.schedule.cut(step), 0))
             step = canvas.look(said_BC & working_B[:, None], logits_BCV, best_BC, confidence_BC, ends_BC, self.memory)
+        step.hidden_BCD = hidden_BCD
         old = dict(self.memory)
         score_BC, chosen_BC = self._choose(step)
         self._restore(old, working_B)
@@ -358,6 +350,7 @@ class _Batch:
         """The branches of the next pass, from what this one said."""
         verify = self.strategy.verify
         left_BC = step.open_BC & ~chosen_BC
+        assert isinstance(verify, Lopa | FreeDave)
         if isinstance(verify, Lopa):
             fills_BGC = rival_fills(ranks(score_BC, left_BC), left_BC, verify.rivals)
         else:
@@ -381,13 +374,13 @@ class _Batch:
         if self.fills_BGC is not None:
             self.fills_BGC = self.fills_BGC & (moved_B == 0)[:, None, None]
 
-    def _count(self, live_B: Tensor, kv_B: Tensor) -> None:
-        branches_B = torch.zeros_like(live_B).long()
+    def _count(self, window: Window) -> None:
+        branches_B = torch.zeros_like(window.kv_B).long()
         if self.fills_BGC is not None:
             branches_B = self.fills_BGC.any(2).sum(1)
         begun = self.canvas.begun_B.tolist()
-        for row, (live, kv) in enumerate(zip(live_B.tolist(), kv_B.tolist(), strict=True)):
-            if live:
+        for row, (runs, kv) in enumerate(zip(window.runs_B.tolist(), window.kv_B.tolist(), strict=True)):
+            if runs:
                 kind = "denoise" if not kv else "kv_only" if begun[row] else "prefill"
                 setattr(self.passes[row], kind, getattr(self.passes[row], kind) + 1)
                 self.passes[row].branches += int(branches_B[row])

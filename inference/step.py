@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..kernels import rng
+from ..losses.probs import History, ParamRows, adjust, draw, probs
+from ..models.denoiser import Denoiser
+
 
 @dataclass
 class Step:
@@ -97,3 +101,29 @@ def leads(score_BC: Tensor, run_BC: Tensor) -> tuple[Tensor, Tensor]:
             leads_BC &= ~(same_BC & ((other_BC > score_BC) | ((other_BC == score_BC) & (by > 0))))
             size_BC += same_BC
     return leads_BC, size_BC
+
+
+def candidates(
+    denoiser: Denoiser, hidden_BCD: Tensor, place_BC: Tensor, params: ParamRows, seeds_B: Tensor, history: History
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adjusted logits [B, C, V], the candidate of every place and its probability. A place keeps its uniform number
+    from pass to pass (that of plain sampling), so that candidates change only as the distribution does."""
+    b, c = place_BC.shape
+    logits_BCV = denoiser.head(hidden_BCD)
+    x_BCV = logits_BCV.clone() if logits_BCV.dtype in (torch.float32, torch.float64) else logits_BCV.float()
+    x_BCV[..., denoiser.mask_id] = float("-inf")
+    rows = params.repeat(c)
+    x_RV = adjust(x_BCV.flatten(0, 1), rows, history)
+    if params.hot:
+        u_BC = rng.uniform(seeds_B[:, None], rng.TARGET, place_BC)
+        token_R = draw(probs(x_RV, rows), u_BC.flatten())
+    else:
+        token_R = x_RV.argmax(-1)
+    confidence_R = (x_RV.gather(1, token_R[:, None])[:, 0] - x_RV.logsumexp(-1)).exp()
+    return x_RV.view(b, c, -1), token_R.view(b, c), confidence_R.view(b, c)
+
+
+def too_early(place_BC: Tensor, prompt_B: Tensor, least_B1: Tensor, stops_BV: Tensor) -> Tensor:
+    """bool [B * C, V]: ids that may not end the answer at these places yet, as it has a minimal length."""
+    early_BC = place_BC - prompt_B[:, None] < least_B1
+    return (stops_BV[:, None] & early_BC[..., None]).flatten(0, 1)

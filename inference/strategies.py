@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .branches import FreeDave, Lopa
+from .branches import FreeDave, Lopa, SelfVerify
 from .selections import (
     Ascending,
     Entropy,
@@ -236,7 +236,7 @@ class Strategy:
     soft: Soft | None = None
     schedule: AdaBlock | Pipeline | None = None
     stop: Prophet | None = None
-    verify: FreeDave | Lopa | None = None
+    verify: FreeDave | Lopa | SelfVerify | None = None
 
     @property
     def blocks(self) -> int:
@@ -269,6 +269,7 @@ STRATEGIES: dict[str, Strategy] = {
     "independent": Strategy(Independent()),
     "freedave": Strategy(FixedSteps(), verify=FreeDave()),
     "lopa": Strategy(Threshold(), verify=Lopa()),
+    "s2d2": Strategy(Threshold(threshold=0.0), verify=SelfVerify()),
 }
 
 

@@ -8,9 +8,9 @@ head does (Fast-dLLM v2, Dream); without, the token at its own place (SDAR, LLaD
 Two views of one set of weights: `noisy` runs with the adapters, `clean` without them, as the autoregressive model that
 was converted. Where adapters act on all rows (every preset but `dual`), decided tokens too are read in the noisy view.
 
-The unfinished block at a prompt's end: with `origin` text it holds the prompt's last tokens, as decided tokens of a
-block that is still being filled, and its rows see it whole; with `origin` answer the answer starts a block, and blocks
-of the prompt are counted backwards from there, so that its *first* block may be short.
+The unfinished block at a prompt's end: with `origin` document it holds the prompt's last tokens, as decided tokens of a
+block that is still being filled, and its rows see it whole; with `origin` answer the answer starts a block, and the
+prompt is one block by itself.
 
 Decoded by inference/diffuse.py. Test: pytest tests/test_denoiser.py
 """
@@ -28,8 +28,8 @@ from .cache import Cache
 from .drafter import TargetFacts
 from .target import Target
 
-Origin = Literal["text", "answer"]
-Inside = Literal["full", "observed_first"]
+Origin = Literal["document", "answer"]
+Inside = Literal["full", "causal", "observed_first"]
 
 
 class Denoiser(Protocol):
@@ -45,15 +45,15 @@ class Denoiser(Protocol):
     causal: bool
     """Blocks see earlier blocks and themselves; false: everything sees everything."""
     origin: Origin
-    """Where block boundaries are counted from: the text's first token, or the answer's."""
+    """Where blocks are counted from: the text's first token, or the answer's."""
     token_causal: bool
     """Tokens of finished blocks see the tokens before them; false: their whole block."""
     inside: Inside
-    """What rows of an unfinished block see of it: all, or its decided tokens first, then masks, each what comes before it
-    in that order (WeDLM)."""
+    """What rows of an unfinished block see of it: all; what comes before them; or its decided tokens first, then masks,
+    each what comes before it in that order (WeDLM)."""
     dual: bool
-    """Finished blocks are read in the clean view. The last one's last token is the next block's first row; the row of a
-    block's last place is not run."""
+    """Finished text is read in the clean view. Its last token is the first row of the open block, in which the row of the
+    last place is not run."""
 
     @property
     def device(self) -> torch.device: ...
@@ -68,12 +68,12 @@ class Denoiser(Protocol):
         *,
         cache: Cache | None = None,
         see_BTA: Tensor | None = None,
-        view: View | Tensor = "noisy",
+        view: View = "noisy",
     ) -> Tensor:
         """Last hidden states [B, T, D], after the final norm, of a canvas of ids [B, T] or embeddings [B, T, D].
 
         `cache` and `see_BTA` as in `Target.forward`: committed slots are visible to all, the canvas is the tail, whose
-        keys and values are kept when the caller commits them. `view`: of all rows, or bool [B, T], True = noisy.
+        keys and values are kept when the caller commits them.
         """
         ...
 
@@ -143,7 +143,7 @@ class TargetDenoiser:
         *,
         cache: Cache | None = None,
         see_BTA: Tensor | None = None,
-        view: View | Tensor = "noisy",
+        view: View = "noisy",
     ) -> Tensor:
         with self._view(view):
             return self.target.forward(canvas, positions_BT, cache=cache, see_BTA=see_BTA).last_hidden_BTD
@@ -160,11 +160,5 @@ class TargetDenoiser:
     def new_cache(self, rows: int, slots: int) -> Cache:
         return self.target.new_cache(rows, slots)
 
-    def _view(self, view: View | Tensor) -> Any:
-        if self.adapters is None:
-            return nullcontext()
-        if isinstance(view, Tensor):
-            if bool(view.any()) and not bool(view.all()):
-                raise ValueError("denoise: rows of both views in one pass are not run yet")
-            view = "noisy" if bool(view.any()) else "clean"
-        return self.adapters.view(view)
+    def _view(self, name: View) -> Any:
+        return nullcontext() if self.adapters is None else self.adapters.view(name)

@@ -35,6 +35,7 @@ TABLES = {
     "LOSSES": "losses.objective",
     "TREES": "inference.trees",
     "VERIFIERS": "inference.verify",
+    "STRATEGIES": "inference.strategies",
     "EXPORTERS": "inference.exporters",
     "SUITES": "inference.suites",
     "FAMILIES": "models.families",

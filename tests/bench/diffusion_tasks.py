@@ -48,13 +48,13 @@ from draftsmith.data.tasks import (
     valid,
     words_of,
 )  # fmt: skip
+from draftsmith.inference.adapter_folder import Converted
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.diffusion_figures import COUNTING, Decoded, area, cut, fastest, plot_curves, row_of
 from draftsmith.inference.strategies import STRATEGIES, strategy_of
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion, CertaintyConfig, CertaintyForcing
-from draftsmith.models.denoiser import TargetDenoiser
 from draftsmith.models.diffusion import ObjectiveConfig
 from draftsmith.models.target import Target
 
@@ -146,9 +146,7 @@ class Model:
         )  # fmt: skip
         self.target = Target(LlamaForCausalLM(config), tokenizer(), "tasks", frozen=False)
         self.adapters = Adapters(AdapterConfig(kind="full", mask="reserved"), self.target)
-        self.denoiser = TargetDenoiser(
-            self.target, BLOCK, self.adapters.mask_id, shift=OBJECTIVE.shift, adapters=self.adapters
-        )
+        self.denoiser = Converted(OBJECTIVE, self.adapters).denoiser()
 
 
 class Bench:
