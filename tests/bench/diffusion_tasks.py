@@ -55,6 +55,7 @@ from draftsmith.inference.strategies import STRATEGIES, strategy_of
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion, CertaintyConfig, CertaintyForcing
+from draftsmith.models.decision_heads import Blocks, PairDependency, UnmaskFilter, fit_filter, fit_pairs, observe
 from draftsmith.models.diffusion import ObjectiveConfig
 from draftsmith.models.target import Target
 
@@ -84,9 +85,10 @@ class Size:
     answers: int = 2000
     prompts: int = 300
     strategy_prompts: int = 100
+    head_batches: int = 40
 
 
-QUICK = Size(steps=2, forced_steps=2, answers=4, prompts=2, strategy_prompts=1)
+QUICK = Size(steps=2, forced_steps=2, answers=4, prompts=2, strategy_prompts=1, head_batches=1)
 
 
 def main() -> int:
@@ -179,10 +181,10 @@ class Bench:
             name: [self.measure(name, model, "threshold", {"threshold": t}, self.size.prompts) for t in THRESHOLDS]
             for name, model in models.items()
         }
+        heads = self.heads(module, base, answers)
         everything = [
-            self.measure("base", base, name, SETTINGS.get(name, {}), self.size.strategy_prompts)
+            self.measure("base", base, name, (SETTINGS | heads).get(name, {}), self.size.strategy_prompts)
             for name in STRATEGIES
-            if name not in ("learned", "independent")
         ]
         self.show(rows, everything)
         return {
@@ -229,9 +231,10 @@ class Bench:
             torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
             optimiser.step()
             step, cpu = step + 1, cpu + time.process_time() - since
-            if step % 100 == 0 or step == steps:
+            if step % 25 == 0 or step == steps:
                 figures = {key: round(float(top / bottom), 4) for key, (top, bottom) in terms.metrics.items()}
                 save(path, weights, optimiser, step, cpu, figures)
+            if step % 100 == 0 or step == steps:
                 shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
                 print(f"  {name}: step {step} of {steps}, {cpu:.0f} s, {shown}", flush=True)
         self.training_cpu += cpu
@@ -253,6 +256,18 @@ class Bench:
             found[task] = [sample_of(e, i * len(TASKS) + k, words) for i, (e, words) in enumerate(kept)]
         return found
 
+    def heads(self, module: BlockDiffusion, base: Model, answers: dict[str, list[Sample]]) -> dict[str, Row]:
+        """The trained heads of the strategies that have one: learnt from noisy blocks of the own answers."""
+        since = time.process_time()
+        torch.manual_seed(self.seed)
+        steps = range(self.size.head_batches)
+        blocks = Blocks.join([observe(module.passes, batch_of(again(answers, s), self.seed, s)) for s in steps])
+        unmask, pairs = UnmaskFilter(BLOCK), PairDependency(WIDTH)
+        losses = fit_filter(unmask, blocks), fit_pairs(pairs, blocks)
+        self.training_cpu += time.process_time() - since
+        print(f"  heads: {len(blocks.shown_U)} blocks, losses {losses[0]:.3f} and {losses[1]:.3f}", flush=True)
+        return {"learned": {"filter": unmask}, "independent": {"pairs": pairs}}
+
     # Measurement
 
     def decode(self, model: Model, name: str, settings: Row, asked: Sequence[Example]) -> list[tuple[list[int], Any]]:
@@ -265,7 +280,7 @@ class Bench:
 
     def measure(self, which: str, model: Model, name: str, settings: Row, prompts: int) -> Row:
         """One row: a strategy's answers to held-out prompts of every task."""
-        shown = ", ".join(f"{key} {value}" for key, value in settings.items() if key == "threshold")
+        shown = f"{name} {settings['threshold']:g}" if "threshold" in settings else name
 
         def run() -> Row:
             answers = []
@@ -276,9 +291,9 @@ class Bench:
                     forwards = passes.denoise + passes.verify + passes.branches
                     right = valid(task, e.asked, words_of(ids))
                     answers.append(Decoded(f"{task} {e.number}", task, ids, forwards, passes.kv_only, right))
-            return row_of(f"{name} {shown}".strip(), answers)
+            return row_of(shown, answers)
 
-        return self.kept.get(f"{which} {name} {shown} {prompts}", run)
+        return self.kept.get(f"{which}, {shown}, {prompts} prompts", run)
 
     def show(self, rows: dict[str, list[Row]], everything: list[Row]) -> None:
         """The tables."""
