@@ -143,4 +143,5 @@ def settings_of(kind: type[Settings], raw: Any, where: str) -> Settings:
     names = {f.name for f in dataclasses.fields(kind)}
     if raw.keys() != names:
         raise ValueError(f"{where}: {', '.join(sorted(raw.keys() ^ names))} on one side only; export it again")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()})
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
+    return kind(**values)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .mask_id import choose_mask_id
+from .settings import check_choices
 from .target import Target
 
 View = Literal["noisy", "clean"]
@@ -50,6 +51,7 @@ class AdapterConfig:
     """The unused id to take; null = the tokenizer's mask token, else the first unused one."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "adapters")
         if self.rank < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
             raise ValueError(
                 f"adapters: rank and alpha must be positive, dropout in [0, 1); got {self.rank}, {self.alpha}, "
@@ -104,7 +106,9 @@ class Adapters:
     """
 
     def __init__(self, config: AdapterConfig, target: Target, *, dual: bool = False) -> None:
-        if any(hasattr(module, "lora_A") for module in target.model.modules()):
+        hooks = target.model.get_input_embeddings()._forward_hooks.values()
+        ours = any(isinstance(getattr(hook, "__self__", None), Adapters) for hook in hooks)
+        if ours or any(hasattr(module, "lora_A") for module in target.model.modules()):
             raise ValueError(f"target {target.facts.name} has adapters already: load it anew, or merge them first")
         if config.kind == "full" and dual:
             raise ValueError("objective.dual keeps the target as it is for clean rows: set adapters.kind=lora")

@@ -30,6 +30,7 @@ from .adapters import Adapters
 from .diffusion import ObjectiveConfig, Rows, denominator, hidden_states, make_rows
 from .drafter import Batch, TargetOut, Terms
 from .noise import Text, corrupt, cut
+from .settings import check_choices
 from .target import Target
 
 SURE = 0.9  # the usual threshold of decoding (Fast-dLLM, arXiv:2505.22618)
@@ -50,6 +51,7 @@ class CertaintyConfig:
     follows: layouts single and whole)."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "certainty")
         if self.beta < 0 or self.temperature <= 0 or not 0 < self.level < 1:
             raise ValueError(
                 "certainty: beta must not be negative, temperature positive, level in (0, 1); got "

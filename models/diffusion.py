@@ -32,6 +32,7 @@ from torch import Tensor
 from transformers import Cache as HFCache
 
 from .noise import Copy, Text, runs, total
+from .settings import check_choices
 
 CLEAN = -1  # the clean copy's number
 
@@ -86,6 +87,7 @@ class ObjectiveConfig:
     very token that it is to predict."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "objective")
         if self.block < 1 or (self.dual and self.block < 2):
             raise ValueError(f"objective.block = {self.block}: at least 1, with dual at least 2")
         low, high = self.levels

@@ -42,6 +42,8 @@ def test_a_name_that_matches_nothing_is_refused(family: str, kind: str) -> None:
     target = small(family=family)
     if kind == "full":
         adapters = Adapters(AdapterConfig(kind="full"), target)
+        with pytest.raises(ValueError, match="has adapters already"):
+            Adapters(AdapterConfig(kind="full"), target)
         assert {n for n, _ in adapters.trained.named_parameters()} == {
             *(n for n, _ in target.model.named_parameters()), "mask_row"
         }  # fmt: skip
@@ -160,6 +162,7 @@ def test_saved_tensors_come_back() -> None:
 def test_what_cannot_be_meant_is_refused() -> None:
     for settings, words in (
         ({"rank": 0}, "must be positive"),
+        ({"kind": "qlora"}, "must be one of lora, full"),
         ({"targets": ()}, "is empty"),
         ({"mask": "new", "mask_id": 3}, "follows the vocabulary"),
     ):

@@ -89,6 +89,8 @@ def test_batch_split_and_accumulation_change_nothing(kind: str, dtype: torch.dty
     if kind != "sdar":  # its level belongs to a packed row
         splits += [[rows([a], [b], [c], [d])], [rows([d, b, c, a])], [rows([c]), rows([d, a]), rows([b])]]
     largest = max(float(grad.abs().max()) for grad in wanted.values())
+    if module.passes.objective.weight == "inverse":  # weights of up to 1000 in one sum cost digits
+        largest *= 3
     for split in splits:
         loss, grads = step(module, split)
         assert loss == pytest.approx(whole, rel=tolerance)

@@ -420,6 +420,7 @@ def test_a_causal_clean_copy_does_not_see_ahead(target: Target) -> None:
 def test_what_cannot_be_meant_is_refused() -> None:
     for changes, words in (
         ({"block": 0}, "at least 1"),
+        ({"layout": "pairs"}, "must be one of pair, single, whole, got 'pairs'"),
         ({"levels": (0.5, 0.2)}, "range within"),
         ({"levels": (0.0, 1.0), "weight": "inverse"}, "divides by the level"),
         ({"layout": "single", "ar_weight": 1.0}, "leaks"),

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..configs.diffusion import DiffusionConfig
 from ..data.batch import TargetOut
@@ -46,7 +45,6 @@ def launch(config: DiffusionConfig, script: str, argv: Sequence[str], build: Bui
     say = print if accelerator.is_main_process else silent
     target = target_of(config, accelerator)
     config, module, adapters = build(config, target)
-    assert isinstance(module, nn.Module)
     refuse_other_run(folder, config)
 
     train_talks, heldout_talks = conversations(config)
