@@ -105,6 +105,6 @@ def script(passes: Sequence[Sequence[Entry]], prompt: int = 1) -> Callable[[int,
     tables = [torch.stack([logits_of(e, i + 1) for i, e in enumerate(row)]) for row in passes]
 
     def rule(number: int, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        return tables[min(number, len(tables) - 1)][(positions_BT - prompt).clamp(min=0)]
+        return tables[min(number, len(tables) - 1)][(positions_BT - prompt).clamp(0, len(tables[0]) - 1)]
 
     return rule

@@ -79,6 +79,41 @@ def test_number_of_passes(prompt: int, length: int) -> None:
         assert counts[1] == Passes(prefill, sum(n > 0 for n in left), kv_only), (shift, causal, origin, fuse, cache)
 
 
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "dual"])
+def test_what_rows_see_written_out(double: Any, form: str) -> None:
+    """Every pass without a cache, row by row, against the model's rules in words."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    class Shown(TargetDenoiser):
+        def denoise(self, canvas: Tensor, positions_BT: Tensor, **more: Any) -> Tensor:
+            seen.append((canvas, positions_BT, more["see_BTA"]))
+            return super().denoise(canvas, positions_BT, **more)
+
+    d, prompt = Shown(double, 4, 256, **FORMS[form]), PROMPTS[0]
+    origin = 0 if d.origin == "document" else len(prompt)
+
+    def number(place: int) -> int:
+        return -1 if place < origin else (place - origin) // 4
+
+    diffuse(d, [prompt], SamplingParams(max_new_tokens=7, ignore_eos=True), DiffuseConfig(ONE, cache="none"))
+    for canvas, positions, see in seen:
+        ids, places = canvas[0].tolist(), positions[0].tolist()
+        assert places == list(range(len(places)))
+        unfinished = number(ids.index(256)) if 256 in ids else 99
+        for i, j in product(places, places):
+            if not d.causal:
+                want = True
+            elif number(i) != number(j):
+                want = number(j) < number(i)
+            elif number(i) < unfinished:
+                want = j <= i or not d.token_causal
+            elif d.inside == "observed_first":
+                want = (ids[j] == 256, j) <= (ids[i] == 256, i)
+            else:
+                want = j <= i or d.inside == "full"
+            assert bool(see[0, i, j]) == want, (i, j, ids)
+
+
 class Watched:
     """A selection that keeps what it saw: open places and their logits, pass by pass."""
 

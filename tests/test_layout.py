@@ -36,6 +36,7 @@ TABLES = {
     "TREES": "inference.trees",
     "VERIFIERS": "inference.verify",
     "STRATEGIES": "inference.strategies",
+    "LAYOUTS": "models.layouts",
     "EXPORTERS": "inference.exporters",
     "SUITES": "inference.suites",
     "FAMILIES": "models.families",

@@ -53,7 +53,7 @@ def test_sampled_output_is_plain_output(double: Any) -> None:
     params = [SamplingParams(max_new_tokens=10, temperature=1.0, seed=i) for i in range(3)]
     drafter = SelfDraft(TargetDenoiser(double, 4, MASK, shift=True, token_causal=True, dual=True))
     plain = generate(double, PROMPTS, params)
-    drafted = generate(double, PROMPTS, params, drafter, DecodeConfig(k=3))
+    drafted = generate(double, PROMPTS, params, drafter, DecodeConfig(k=3, verifier="sample_match"))
     assert [r.ids for r in drafted] == [r.ids for r in plain]
 
 

@@ -6,6 +6,8 @@ pytest tests/test_strategies.py
 
 import dataclasses
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,8 +128,11 @@ def test_commit_order_worked_out_by_hand(name: str) -> None:
     assert result.passes.verify == more.get("verify", 0)
 
 
-def test_every_strategy_has_a_case() -> None:
+def test_every_strategy_has_a_case_and_is_described() -> None:
     assert set(CASES) == set(STRATEGIES)
+    text = (Path(__file__).parents[1] / "inference/README.md").read_text(encoding="utf-8")
+    table = text[text.index("| strategy | decides |") : text.index("| cache | | |")]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
