@@ -77,7 +77,7 @@ class EvaluateConfig:
     target_revision: str | None = None
     """Revision of the target on the Hub; by default the one the export names."""
     suite: str = "mini"
-    """Prompts: mini, humaneval, mt_bench, gsm8k or spec_bench."""
+    """Prompts: mini, humaneval, mt_bench, gsm8k, tasks or spec_bench."""
     file: str | None = None
     """Local file of the suite's schema (.json, .jsonl, .jsonl.gz, .jsonl.xz)."""
     prompts: int | None = 24

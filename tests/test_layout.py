@@ -39,6 +39,7 @@ TABLES = {
     "LAYOUTS": "models.layouts",
     "EXPORTERS": "inference.exporters",
     "SUITES": "inference.suites",
+    "TASKS": "data.tasks",
     "FAMILIES": "models.families",
     "PRESETS": "models.diffusion",
 }
