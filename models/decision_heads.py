@@ -99,6 +99,9 @@ def observe(passes: Passes, batch: Batch) -> Blocks:
         )
     text, rows = passes.rows(batch)
     flat_R = rows.flat_R
+    at_R = rows.position_BQ.flatten()[flat_R] + int(objective.shift)  # the place that is predicted
+    if objective.shift:  # a block's first token is known when it is opened
+        flat_R, at_R = (x[at_R % objective.block > 0] for x in (flat_R, at_R))
 
     def chances(rows: Rows) -> tuple[Tensor, Tensor]:
         """Hidden states [R, D] and probabilities [R, V] of the rows with a loss."""
@@ -112,8 +115,7 @@ def observe(passes: Passes, batch: Batch) -> Blocks:
     hidden_RD, p_RV = chances(rows)
     chance_R, top_R = p_RV.max(-1)
     row_R = flat_R // rows.label_BQ.shape[1]
-    document_R, copy_R, at_R = (x.flatten()[flat_R] for x in (rows.document_BQ, rows.copy_BQ, rows.position_BQ))
-    at_R = at_R + int(objective.shift)  # the place that is predicted
+    document_R, copy_R = (x.flatten()[flat_R] for x in (rows.document_BQ, rows.copy_BQ))
     block_R, place_R = at_R // objective.block, at_R % objective.block
     units_U4, unit_R = torch.stack([row_R, document_R, copy_R, block_R], 1).unique(dim=0, return_inverse=True)
     shape = (len(units_U4), objective.block)
