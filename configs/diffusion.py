@@ -99,10 +99,6 @@ def read_config(argv: Sequence[str], prog: str, method: str, extra: Mapping[str,
     if preset not in PRESETS:
         near = nearest(str(preset), list(PRESETS))
         raise UsageError(f"unknown preset {preset!r}; nearest: {near!r} (known: {', '.join(PRESETS)})")
-    if said.get("init_from") not in (None, "null"):
-        brought = ("adapters.", "objective.", "preset") if method == "certainty" else ("adapters.",)
-        if clash := sorted(key for key in said if key.startswith(brought)):
-            raise UsageError(f"{', '.join(clash)}: the adapters in init_from bring this with them; leave it out")
     defaults = {f"objective.{f.name}": getattr(PRESETS[preset], f.name) for f in fields(ObjectiveConfig)}
     defaults |= {"method": method} | dict(extra or {})
     config = parse(
@@ -115,5 +111,20 @@ def read_config(argv: Sequence[str], prog: str, method: str, extra: Mapping[str,
     )
     if config.method != method:
         raise UsageError(f"method={config.method}: this script is for {method}")
+    if config.init_from is not None:
+        refuse_what_adapters_bring(config, said)
     check_run(config)
     return config
+
+
+def refuse_what_adapters_bring(config: DiffusionConfig, said: Mapping[str, Any]) -> None:
+    """Raises UsageError for settings that `init_from` decides. Printed settings, which name all of them with their
+    defaults, say nothing and are let through."""
+    plain = DiffusionConfig()
+    brought = ("adapters.", "objective.", "preset") if config.method == "certainty" else ("adapters.",)
+    names = [key for key in keys_of(DiffusionConfig, {}) if key.startswith(brought)]
+    clash = [key for key in names if key in said]
+    sections = ("adapters", "objective", "preset") if config.method == "certainty" else ("adapters",)
+    printed = len(clash) == len(names) and all(getattr(config, s) == getattr(plain, s) for s in sections)
+    if clash and not printed:
+        raise UsageError(f"{', '.join(clash)}: the adapters in init_from bring this with them; leave it out")

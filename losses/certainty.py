@@ -1,4 +1,4 @@
-"""Certainty forcing of dParallel (arXiv:2509.26488, section 3.3): be right, and where right, be sure.
+"""Certainty forcing of dParallel (arXiv:2509.26488): be right, and where right, be sure.
 
     loss of a sample = CE + CE' + beta (H + H')
 

@@ -243,10 +243,10 @@ class Adapters:
         names = [name for matches in found.values() for name in matches]
         settings = LoraConfig(
             r=config.rank,
-            lora_alpha=config.alpha,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]
             lora_dropout=config.dropout,
             target_modules=names,
-            bias="none",  # type: ignore[arg-type]
+            bias="none",
         )
         inject_adapter_in_model(settings, target.model)
         self.layers = {name: target.model.get_submodule(name) for name in names}

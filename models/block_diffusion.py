@@ -6,7 +6,7 @@ target happens inside `loss`, so no states are captured and none are asked for.
 
     BlockDiffusion    cross-entropy of hidden tokens under an objective of models/diffusion.py, and where the clean copy
                       allows it an autoregressive one beside it
-    CertaintyForcing  dParallel (arXiv:2509.26488, section 3): losses/certainty.py on two complementary copies of the
+    CertaintyForcing  dParallel (arXiv:2509.26488): losses/certainty.py on two complementary copies of the
                       model's own answers
 
 In a block-causal pair every block has the text before it clean and nothing after it, which is what dParallel's
@@ -43,9 +43,9 @@ class CertaintyConfig:
     beta: float = 1.0
     """Weight of the entropy (dParallel: 1 for Dream, 2 for LLaDA)."""
     temperature: float = 0.5
-    """Temperature of the entropy, and of nothing else (section 3.3)."""
+    """Temperature of the entropy, and of nothing else (dParallel: 0.5)."""
     level: float = 0.5
-    """Share of the tokens that the first copy hides; the second hides the others (section 3.2)."""
+    """Share of the tokens that the first copy hides; the second hides the others (dParallel: 0.5)."""
     blocks: Literal["all", "one"] = "all"
     """Blocks of a text that are trained per epoch; `one`, a random one, is the paper's (needed where blocks see what
     follows: layouts single and whole)."""

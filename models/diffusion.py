@@ -4,7 +4,7 @@ An objective says how a text is hidden (models/noise.py) and what a row may see.
 *clean* copy holds the text as it is, noisy copies show the mask where tokens are hidden. Layouts:
 
     pair     [clean | noisy copies]: a noisy block sees itself and the clean blocks before it, as in decoding with exact
-             keys and values (BD3LM, arXiv:2503.09573, section 3.2; "[noisy | clean]" in the papers)
+             keys and values (BD3LM, arXiv:2503.09573; "[noisy | clean]" in the papers)
     single   one noisy sequence whose blocks see the noisy blocks before them (D2F, arXiv:2508.09192)
     whole    one noisy sequence that sees all of itself (LLaDA, Dream)
 
@@ -39,7 +39,7 @@ CLEAN = -1  # the clean copy's number
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """How text is hidden and what rows see. Defaults are those of Fast-dLLM v2 (arXiv:2509.26328), section 3."""
+    """How text is hidden and what rows see. Defaults are those of Fast-dLLM v2 (arXiv:2509.26328)."""
 
     layout: Literal["pair", "single", "whole"] = "pair"
     """`pair`: a clean copy beside the noisy ones; `single`: one noisy sequence, block-causal; `whole`: one, unmasked
@@ -65,7 +65,7 @@ class ObjectiveConfig:
     schedule: Literal["uniform", "even", "monotone", "semi_ar"] = "uniform"
     """Levels are drawn uniformly; spread evenly over a document's blocks (BD3LM's antithetic draw); drawn, and raised
     to the highest so far (D2F); or one random block has its level, what follows is hidden, and only that block counts
-    (dParallel, arXiv:2509.26488, section 3.2)."""
+    (dParallel, arXiv:2509.26488)."""
     levels: tuple[float, float] = (1e-3, 1.0)
     """Range of the levels: the smallest and largest chance that a token is hidden (BD3LM's clipped schedules)."""
     draw: Literal["independent", "exact"] = "independent"
@@ -139,7 +139,7 @@ PRESETS: dict[str, ObjectiveConfig] = {
         block=4, shift=False, scope="sequence", complementary=False, weight="inverse", normalise="supervised",
         padding="train",
     ),
-    # From a pretrained model, not from scratch; the clipped range is to be searched per block (section 5.3).
+    # From a pretrained model, not from scratch; the clipped range is to be searched per block size.
     "bd3lm": ObjectiveConfig(
         block=16, shift=False, schedule="even", complementary=False, weight="inverse", normalise="supervised",
         padding="none",

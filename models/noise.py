@@ -197,7 +197,7 @@ def levels(text: Text, config: ObjectiveConfig, document_BT: Tensor) -> Tensor:
 
 def one_block(text: Text, block_BT: Tensor, document_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Bool [B, T] twice: tokens of one random block of each document among those with something to hide, and what may
-    be hidden behind it (semi-autoregressive forward masking, dParallel section 3.2)."""
+    be hidden behind it (semi-autoregressive forward masking, dParallel)."""
     t_T = torch.arange(block_BT.shape[1], device=block_BT.device)
     some_BT = total(text.hideable_BT.long(), block_BT) > 0
     opening_BT = (some_BT & (block_BT == t_T)).long()

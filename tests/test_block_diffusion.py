@@ -20,7 +20,7 @@ from draftsmith.data.packing import make_batch
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion, CertaintyConfig, CertaintyForcing
 from draftsmith.models.denoiser import TargetDenoiser
-from draftsmith.models.diffusion import PRESETS, ObjectiveConfig
+from draftsmith.models.diffusion import PRESETS, ObjectiveConfig, clean_entries, dense_mask, joined, noisy_entries
 from draftsmith.models.pretrained import tiny_target
 
 OUT = TargetOut()
@@ -217,6 +217,43 @@ def test_training_rows_equal_decoding_rows(name: str) -> None:
             canvas_1n, positions_1n = rows.ids_BQ[:, own_Q], rows.position_BQ[:, own_Q]
             found_1nD = denoiser.denoise(canvas_1n, positions_1n, cache=cache, see_BTA=see_1nn)
         torch.testing.assert_close(found_1nD[0], wanted_BQD[0, own_Q], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n, c in PRESETS.items() if c.layout == "pair" and not c.dual])
+def test_gradients_flow_through_the_clean_copy(name: str) -> None:
+    """Two passes and one over [clean | noisy] give the adapters the same gradients."""
+    module = trained(objective_of(name), dtype=torch.float64)
+    passes, objective = module.passes, module.objective
+    text, rows = passes.rows(make_batch([samples()], 42, 7, 1))
+    both = joined(clean_entries(text), noisy_entries(rows, objective, text.ids_BT.shape[1]))
+    weight = torch.randn(both.place.shape[1], 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+    def grads(hidden_1SD: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad((hidden_1SD * weight).sum(), list(module.parameters())))
+
+    two = grads(torch.cat([x for x in passes.run(text, rows) if x is not None], dim=1))
+    ids, positions = torch.cat([text.ids_BT, rows.ids_BQ], 1), torch.cat([text.positions_BT, rows.position_BQ], 1)
+    with passes.adapters.view("noisy"):
+        out = passes.target.forward(ids, positions, see_BTA=dense_mask(objective, both, both))
+        one = grads(out.last_hidden_BTD)
+    for a, b in zip(two, one, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["sdar", "dual", "set_block", "certainty"])
+def test_half_precision_keeps_fp32_masters(kind: str) -> None:
+    """A bf16 target under autocast, as recipes run it: gradients are finite, in fp32, and like those of fp32."""
+    certainty = CertaintyConfig() if kind == "certainty" else None
+    objective = objective_of("fast_dllm_v2" if certainty else kind)
+    batch = [make_batch([samples()], 42, 7, 1)]
+    module = trained(objective, certainty, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, grads = step(module, batch)
+    exact, wanted = step(trained(objective, certainty), batch)
+    assert loss == pytest.approx(exact, rel=0.1)
+    assert grads.keys() == wanted.keys() and all(g.dtype == torch.float32 for g in grads.values())
+    a, b = (torch.cat([g.flatten() for g in x.values()]) for x in (grads, wanted))
+    assert float(torch.cosine_similarity(a, b, dim=0)) > 0.95
 
 
 def test_dual_leaves_the_clean_copy_alone() -> None:

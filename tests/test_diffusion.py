@@ -349,9 +349,9 @@ def states(target: Target, text: Text, rows: Rows, config: ObjectiveConfig) -> t
 
 @pytest.mark.parametrize("name", [n for n, c in PRESETS.items() if c.layout == "pair"])
 def test_two_passes_equal_one_over_both_halves(name: str, tiny: Callable[..., Target]) -> None:
-    """[clean | noisy] in one pass under the whole mask, values and gradients (of the embedding), float64."""
+    """[clean | noisy] in one pass under the whole mask, float64, windows included. (Gradients: test_block_diffusion.py)"""
     target = tiny(width=32, layers=2, heads=2, kv_heads=1, dtype=torch.float64, window=6, family="qwen3")
-    config, batch = replace(preset(name, 4)), batch_of(4)
+    config, batch = preset(name, 4), batch_of(4)
     text, rows = built(config, batch)
     everything = joined(clean_entries(text), noisy_entries(rows, config, text.ids_BT.shape[1]))
     clean_BTD, noisy_BQD = states(target, text, rows, config)

@@ -99,7 +99,7 @@ def test_certainty_is_a_mean_over_samples_of_means_over_tokens() -> None:
     unit_R = torch.tensor([0, 0, 0, 1, 2])
     ce, entropy = certainty(ce_R, entropy_R, correct_R, unit_R, 3)
     assert float(ce) == 3.0 + 2.0 + 4.0
-    assert float(entropy) == pytest.approx((0.1 + 0.4) / 2 + 0.8 + 0.0, abs=1e-15)  # unit 2 has no correct row
+    assert entropy.item() == pytest.approx((0.1 + 0.4) / 2 + 0.8 + 0.0, abs=1e-15)  # unit 2 has no correct row
     (grad_R,) = torch.autograd.grad(entropy, entropy_R)
     assert grad_R.tolist() == [0.5, 0, 0.5, 1, 0]
     zero_R = torch.zeros(0, dtype=torch.float64)

@@ -64,6 +64,7 @@ def launch(config: DiffusionConfig, script: str, argv: Sequence[str], build: Bui
         lambda batch: TargetOut(),  # every pass of the target is part of the loss
         folder,
         heldout=[collate([sample], config.seed) for sample in heldout_samples],
+        evaluate_first=True,
     )
     code = how_it_ended(config, summary, say)
     if code is not None:
