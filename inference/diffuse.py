@@ -219,7 +219,7 @@ class _Batch:
             ids_BGC = torch.where(self.fills_BGC, self.fill_ids_BC[:, None], ids_BGS.gather(2, place_BGC))
             ids_BGS.scatter_(2, place_BGC, ids_BGC)
         ids_BGT = ids_BGS.gather(2, window.places_BT[:, None].expand(-1, g, -1))
-        inputs = ids_BGT.flatten(0, 1)
+        inputs = torch.where(window.use_BT[:, None], ids_BGT, 0).flatten(0, 1)
         if self.strategy.soft is not None:
             inputs = self._mix(inputs, window)
         if self.cache is not None:
@@ -254,7 +254,7 @@ class _Batch:
         prompt_RV = counts_RV = banned_RV = None
         if self.prompt_BV is not None:
             counts_BV = torch.zeros_like(self.prompt_BV, dtype=torch.int64)
-            counts_BV.scatter_add_(1, canvas.ids_BS, canvas.decided().long())
+            counts_BV.scatter_add_(1, canvas.tokens(), canvas.decided().long())
             prompt_RV, counts_RV = self.prompt_BV.repeat_interleave(c, 0), counts_BV.repeat_interleave(c, 0)
         if self.early_B1 is not None:
             banned_RV = too_early(place_BC, canvas.prompt_B, self.early_B1, canvas.stops_BV)
