@@ -32,10 +32,11 @@ from ..models.denoiser import Denoiser
 from .branches import FreeDave, Lopa, SelfVerify, rival_fills, surest
 from .canvas import Canvas, Window
 from .commit import Event, Passes, Request, Result
+from .selections import Everything
 from .self_verify import SelfVerifying
 from .speculate import check_prompt
 from .step import Step, best, candidates, ranks, too_early
-from .strategies import STRATEGIES, AdaBlock, Edit, Pipeline, Remask, Strategy
+from .strategies import STRATEGIES, AdaBlock, Confidence, Edit, Pipeline, Remask, Strategy
 
 CacheKind = Literal["auto", "none", "block", "prefix", "dual"]
 EXACT = ("none", "block")
@@ -78,6 +79,13 @@ class DiffuseConfig:
                 "diffuse: branches (freedave, lopa, s2d2) run with a score, a selection and an exact cache alone: leave apply, "
                 "soft, schedule, sub_block and approximate caches away"
             )
+        if isinstance(s.verify, SelfVerify):
+            plain = s.select == Everything() and s.score == Confidence() and s.stop is None
+            if not plain or self.cache not in ("auto", "block") or not self.fuse or self.block is not None:
+                raise ValueError(
+                    "diffuse: s2d2 drafts whole blocks and has its own cache: it takes no other selection, score, stop, "
+                    "cache, fuse or block"
+                )
         if self.sub_block is not None and (s.apply is not None or isinstance(s.schedule, Pipeline)):
             raise ValueError("diffuse: sub_block does not go with edits, remasking or several open blocks")
 

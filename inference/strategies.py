@@ -29,6 +29,7 @@ from .selections import (
     Ascending,
     Entropy,
     EntropyBound,
+    Everything,
     Factor,
     FixedSteps,
     Hierarchy,
@@ -270,7 +271,7 @@ STRATEGIES: dict[str, Strategy] = {
     "independent": Strategy(Independent()),
     "freedave": Strategy(FixedSteps(), verify=FreeDave()),
     "lopa": Strategy(Threshold(), verify=Lopa()),
-    "s2d2": Strategy(Threshold(threshold=0.0), verify=SelfVerify()),
+    "s2d2": Strategy(Everything(), verify=SelfVerify()),
 }
 
 
