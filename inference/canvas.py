@@ -57,7 +57,7 @@ class Canvas:
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
         s = longest + self.width
         self.cache_slots = longest + 2 * self.width + 2 if denoiser.causal else 2 * longest
-        self.partial = decode.cache in ("prefix", "dual")
+        self.partial = decode.approximate_cache
         self.place_S = torch.arange(s, device=device)
         self.prompt_B = torch.tensor([len(r.prompt) for r in requests], device=device)
         self.ends_B = torch.tensor([len(r.prompt) + r.params.max_new_tokens for r in requests], device=device)

@@ -39,7 +39,6 @@ from .step import Step, best, candidates, ranks, too_early
 from .strategies import STRATEGIES, AdaBlock, Confidence, Edit, Pipeline, Remask, Strategy
 
 CacheKind = Literal["auto", "none", "block", "prefix", "dual"]
-EXACT = ("none", "block")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class DiffuseConfig:
             raise ValueError(f"diffuse: cache={self.cache!r}: use auto, none, block, prefix or dual")
         s = self.strategy
         beside = s.apply is not None or s.soft is not None or s.schedule is not None
-        if s.verify is not None and (beside or self.sub_block is not None or self.cache in ("prefix", "dual")):
+        if s.verify is not None and (beside or self.sub_block is not None or self.approximate_cache):
             raise ValueError(
                 "diffuse: branches (freedave, lopa, s2d2) run with a score, a selection and an exact cache alone: leave apply, "
                 "soft, schedule, sub_block and approximate caches away"
@@ -88,6 +87,11 @@ class DiffuseConfig:
                 )
         if self.sub_block is not None and (s.apply is not None or isinstance(s.schedule, Pipeline)):
             raise ValueError("diffuse: sub_block does not go with edits, remasking or several open blocks")
+
+    @property
+    def approximate_cache(self) -> bool:
+        """Whether some keys and values are older than the tokens that they stand for."""
+        return self.cache in ("prefix", "dual")
 
 
 def fit(denoiser: Denoiser, decode: DiffuseConfig) -> DiffuseConfig:

@@ -318,6 +318,8 @@ def test_what_does_not_fit_is_refused(double: Any) -> None:
         ({"cache": "all"}, "use auto"),
         ({"window": -1}, "window"),
         ({"sub_block": 2, "strategy": STRATEGIES["edit"]}, "sub_block"),
+        ({"strategy": Strategy(Threshold(), verify=STRATEGIES["s2d2"].verify)}, "s2d2"),
+        ({"strategy": STRATEGIES["s2d2"], "cache": "none"}, "s2d2"),
         (
             {"strategy": Strategy(Threshold(), soft=STRATEGIES["soft"].soft, verify=STRATEGIES["lopa"].verify)},
             "branches",
