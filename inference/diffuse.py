@@ -96,6 +96,8 @@ class DiffuseConfig:
 
 def fit(denoiser: Denoiser, decode: DiffuseConfig) -> DiffuseConfig:
     """The settings with what the model decides filled in. Raises ValueError for what it cannot do."""
+    if isinstance(decode.strategy.verify, SelfVerify):
+        return decode  # it has a loop of its own
     cache = decode.cache
     if cache == "auto":
         cache = "block" if denoiser.causal else "none"
