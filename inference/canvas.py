@@ -57,7 +57,7 @@ class Canvas:
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
         s = longest + self.width
         self.cache_slots = longest + 2 * self.width + 2 if denoiser.causal else 2 * longest
-        self.partial = decode.cache in ("prefix", "dual")
+        self.partial = decode.approximate_cache
         self.place_S = torch.arange(s, device=device)
         self.prompt_B = torch.tensor([len(r.prompt) for r in requests], device=device)
         self.ends_B = torch.tensor([len(r.prompt) + r.params.max_new_tokens for r in requests], device=device)
@@ -98,9 +98,13 @@ class Canvas:
         """bool [B, S]: decided places of the answer."""
         return self.answer_BS & ~self.masked_BS
 
+    def tokens(self) -> Tensor:
+        """int64 [B, S]: what stands there, for places that are decided; a mask may lie behind the vocabulary."""
+        return self.ids_BS.clamp(max=self.denoiser.facts.vocab - 1)
+
     def _undecided(self) -> Tensor:
         """bool [B, S]: places of open blocks that are still to be decided: not those behind a decided end."""
-        ended_BS = self.decided() & self.stops_BV.gather(1, self.ids_BS)
+        ended_BS = self.decided() & self.stops_BV.gather(1, self.tokens())
         end_B1 = torch.where(ended_BS, self.place_S, _FAR).amin(1, keepdim=True)
         open_BS = (self.place_S >= self.start_B[:, None]) & (self.place_S < self.stop_B[:, None])
         return self.masked_BS & open_BS & (self.place_S < end_B1)

@@ -32,13 +32,13 @@ from ..models.denoiser import Denoiser
 from .branches import FreeDave, Lopa, SelfVerify, rival_fills, surest
 from .canvas import Canvas, Window
 from .commit import Event, Passes, Request, Result
+from .selections import Everything
 from .self_verify import SelfVerifying
 from .speculate import check_prompt
 from .step import Step, best, candidates, ranks, too_early
-from .strategies import STRATEGIES, AdaBlock, Edit, Pipeline, Remask, Strategy
+from .strategies import STRATEGIES, AdaBlock, Confidence, Edit, Pipeline, Remask, Strategy
 
 CacheKind = Literal["auto", "none", "block", "prefix", "dual"]
-EXACT = ("none", "block")
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,31 @@ class DiffuseConfig:
             raise ValueError(f"diffuse: cache={self.cache!r}: use auto, none, block, prefix or dual")
         s = self.strategy
         beside = s.apply is not None or s.soft is not None or s.schedule is not None
-        if s.verify is not None and (beside or self.sub_block is not None or self.cache in ("prefix", "dual")):
+        if s.verify is not None and (beside or self.sub_block is not None or self.approximate_cache):
             raise ValueError(
                 "diffuse: branches (freedave, lopa, s2d2) run with a score, a selection and an exact cache alone: leave apply, "
                 "soft, schedule, sub_block and approximate caches away"
             )
+        if isinstance(s.verify, SelfVerify):
+            plain = s.select == Everything() and s.score == Confidence() and s.stop is None
+            if not plain or self.cache not in ("auto", "block") or not self.fuse or self.block is not None:
+                raise ValueError(
+                    "diffuse: s2d2 drafts whole blocks and has its own cache: it takes no other selection, score, stop, "
+                    "cache, fuse or block"
+                )
         if self.sub_block is not None and (s.apply is not None or isinstance(s.schedule, Pipeline)):
             raise ValueError("diffuse: sub_block does not go with edits, remasking or several open blocks")
+
+    @property
+    def approximate_cache(self) -> bool:
+        """Whether some keys and values are older than the tokens that they stand for."""
+        return self.cache in ("prefix", "dual")
 
 
 def fit(denoiser: Denoiser, decode: DiffuseConfig) -> DiffuseConfig:
     """The settings with what the model decides filled in. Raises ValueError for what it cannot do."""
+    if isinstance(decode.strategy.verify, SelfVerify):
+        return decode  # it has a loop of its own
     cache = decode.cache
     if cache == "auto":
         cache = "block" if denoiser.causal else "none"
@@ -219,7 +233,7 @@ class _Batch:
             ids_BGC = torch.where(self.fills_BGC, self.fill_ids_BC[:, None], ids_BGS.gather(2, place_BGC))
             ids_BGS.scatter_(2, place_BGC, ids_BGC)
         ids_BGT = ids_BGS.gather(2, window.places_BT[:, None].expand(-1, g, -1))
-        inputs = ids_BGT.flatten(0, 1)
+        inputs = torch.where(window.use_BT[:, None], ids_BGT, 0).flatten(0, 1)
         if self.strategy.soft is not None:
             inputs = self._mix(inputs, window)
         if self.cache is not None:
@@ -254,7 +268,7 @@ class _Batch:
         prompt_RV = counts_RV = banned_RV = None
         if self.prompt_BV is not None:
             counts_BV = torch.zeros_like(self.prompt_BV, dtype=torch.int64)
-            counts_BV.scatter_add_(1, canvas.ids_BS, canvas.decided().long())
+            counts_BV.scatter_add_(1, canvas.tokens(), canvas.decided().long())
             prompt_RV, counts_RV = self.prompt_BV.repeat_interleave(c, 0), counts_BV.repeat_interleave(c, 0)
         if self.early_B1 is not None:
             banned_RV = too_early(place_BC, canvas.prompt_B, self.early_B1, canvas.stops_BV)

@@ -41,6 +41,14 @@ class Ascending:
 
 
 @dataclass(frozen=True)
+class Everything:
+    """Every open place: a block per pass."""
+
+    def __call__(self, step: Step, score_BC: Tensor) -> Tensor:
+        return step.open_BC
+
+
+@dataclass(frozen=True)
 class Threshold:
     """Every place whose score reaches the threshold (Fast-dLLM v1 2505.22618)."""
 

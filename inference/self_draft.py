@@ -152,7 +152,7 @@ class SelfDraft:
         if d.token_causal:  # finished tokens go by place alone
             block_BT = torch.where(closed_BT, 0, 1)
         ids_BT = state.ids_BS.gather(1, places_BT.clamp(max=state.ids_BS.shape[1] - 1))
-        ids_BT = torch.where(known_BT, ids_BT, d.mask_id)
+        ids_BT = torch.where(use_BT, torch.where(known_BT, ids_BT, d.mask_id), 0)
         positions_BT = torch.where(use_BT, places_BT, 0).clamp(max=self.facts.max_positions - 1)
         see_BTT = sight(d, places_BT, use_BT, block_BT, closed_BT, ~known_BT)
         # In `dual` the first row is the anchor, the others are masks.

@@ -107,7 +107,8 @@ class SelfVerifying:
         origin_B = torch.zeros_like(self.known_B) if d.origin == "document" else self.prompt_B
         size_B = block - (self.known_B - origin_B) % block
         first_B = self.cache.lengths_B.clone()
-        places_BT = first_B[:, None] + torch.arange(1 + block, device=self.device)
+        t = block + int(torch.where(live_B, self.known_B - first_B, 1).max())
+        places_BT = first_B[:, None] + torch.arange(t, device=self.device)
         closed_BT = places_BT < self.known_B[:, None]
         use_BT = (places_BT < (self.known_B + size_B)[:, None]) & live_B[:, None]
         ids_BT = torch.where(closed_BT, self.ids_BS.gather(1, places_BT), d.mask_id)
@@ -115,7 +116,7 @@ class SelfVerifying:
         self.cache.commit(torch.where(live_B, self.known_B - first_B, 0))
         self._count("denoise", live_B)
         place_BK = self.known_B[:, None] + torch.arange(block, device=self.device)
-        row_BK = (place_BK - int(d.shift) - first_B[:, None]).clamp(max=block)
+        row_BK = (place_BK - int(d.shift) - first_B[:, None]).clamp(max=t - 1)
         rows_B1 = torch.arange(len(live_B), device=self.device)[:, None]
         token_BK, confidence_BK = self._said(hidden_BTD[rows_B1, row_BK], place_BK)
         return token_BK, confidence_BK, size_B

@@ -111,7 +111,8 @@ def candidates(
     b, c = place_BC.shape
     logits_BCV = denoiser.head(hidden_BCD)
     x_BCV = logits_BCV.clone() if logits_BCV.dtype in (torch.float32, torch.float64) else logits_BCV.float()
-    x_BCV[..., denoiser.mask_id] = float("-inf")
+    if denoiser.mask_id < x_BCV.shape[-1]:  # a mask may lie behind the vocabulary
+        x_BCV[..., denoiser.mask_id] = float("-inf")
     rows = params.repeat(c)
     x_RV = adjust(x_BCV.flatten(0, 1), rows, history)
     if params.hot:

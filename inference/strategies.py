@@ -29,6 +29,7 @@ from .selections import (
     Ascending,
     Entropy,
     EntropyBound,
+    Everything,
     Factor,
     FixedSteps,
     Hierarchy,
@@ -135,7 +136,8 @@ class Remask:
 
     def __call__(self, step: Step, chosen_BC: Tensor) -> Tensor:
         """bool [B, C]: places that are masked again."""
-        p_BC = step.probs_BCV.gather(2, step.ids_BC[..., None])[..., 0]
+        ids_BC = step.ids_BC.clamp(max=step.probs_BCV.shape[2] - 1)  # a mask may lie behind the vocabulary
+        p_BC = step.probs_BCV.gather(2, ids_BC[..., None])[..., 0]
         doubtful_BC = step.first_BC & ~step.open_BC & ~step.fixed_BC & (p_BC < self.remask)
         return doubtful_BC & (ranks(-p_BC, doubtful_BC) < chosen_BC.sum(1, keepdim=True) - 1)
 
@@ -269,7 +271,7 @@ STRATEGIES: dict[str, Strategy] = {
     "independent": Strategy(Independent()),
     "freedave": Strategy(FixedSteps(), verify=FreeDave()),
     "lopa": Strategy(Threshold(), verify=Lopa()),
-    "s2d2": Strategy(Threshold(threshold=0.0), verify=SelfVerify()),
+    "s2d2": Strategy(Everything(), verify=SelfVerify()),
 }
 
 

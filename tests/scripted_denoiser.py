@@ -78,7 +78,7 @@ class ScriptedDenoiser:
         return hidden
 
     def embed(self, ids: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(ids, self.facts.vocab).double()
+        return torch.nn.functional.one_hot(ids, max(self.facts.vocab, self.mask_id + 1)).double()
 
     def new_cache(self, rows: int, slots: int) -> Lengths:
         return Lengths(rows)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
-from draftsmith.inference.strategies import STRATEGIES, strategy_of
+from draftsmith.inference.selections import Everything
+from draftsmith.inference.strategies import STRATEGIES, Strategy, strategy_of
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.denoiser import TargetDenoiser
 
@@ -55,6 +56,11 @@ def test_routing_is_labelled(double: Any) -> None:
     )
     assert result.passes is not None and (result.passes.denoise, result.passes.verify) == (2, 0)
     assert "lossy" in result.stats.rule
+    # Unverified drafts of blocks, read token by token once they are finished:
+    blocks = TargetDenoiser(double, 4, 256, shift=False, token_causal=True)
+    everything = Strategy(Everything())
+    [plain] = diffuse(blocks, PROMPTS[:1], SamplingParams(max_new_tokens=8, ignore_eos=True), DiffuseConfig(everything))
+    assert result.ids == plain.ids
 
 
 def test_what_does_not_fit_is_refused(double: Any) -> None:
