@@ -83,7 +83,7 @@ class Size:
 
     steps: int = 3600
     forced_steps: int = 900
-    answers: int = 2000
+    answers: int = 1500
     prompts: int = 300
     strategy_prompts: int = 100
     head_batches: int = 40
@@ -242,14 +242,15 @@ class Bench:
         return {"steps": steps, "cpu_minutes": cpu / 60, **figures}
 
     def own_answers(self, base: Model) -> dict[str, list[Sample]]:
-        """What the model answers to other training prompts at threshold 0.9, where that is right."""
+        """What the model answers to other training prompts, where that is right. Decided from left to right: where many
+        answers are right, each choice then rests on what stands before it, and is the easiest to foresee."""
         found: dict[str, list[Sample]] = {}
         first = 10_000_000  # beyond the numbers of the training
         for k, task in enumerate(TASKS):
             asked = examples(task, self.seed, range(first, first + self.size.answers))
 
             def answer(asked: list[Example] = asked) -> list[list[str]]:
-                return [list(words_of(ids)) for ids, _ in self.decode(base, "threshold", {"threshold": 0.9}, asked)]
+                return [list(words_of(ids)) for ids, _ in self.decode(base, "threshold", {}, asked, 1)]
 
             pairs = list(zip(asked, self.kept.get(f"own answers {task}", answer), strict=True))
             right = [(e, words) for e, words in pairs if valid(task, e.asked, words)]
@@ -271,9 +272,11 @@ class Bench:
 
     # Measurement
 
-    def decode(self, model: Model, name: str, settings: Row, asked: Sequence[Example]) -> list[tuple[list[int], Any]]:
+    def decode(
+        self, model: Model, name: str, settings: Row, asked: Sequence[Example], sub_block: int | None = None
+    ) -> list[tuple[list[int], Any]]:
         """(ids, passes) of the answers to these prompts."""
-        decode = DiffuseConfig(strategy=strategy_of(name, settings), max_rows=50)
+        decode = DiffuseConfig(strategy=strategy_of(name, settings), sub_block=sub_block, max_rows=50)
         params = SamplingParams(max_new_tokens=LONGEST)
         with torch.no_grad():
             results = diffuse(model.denoiser, [prompt_ids(e) for e in asked], params, decode)
