@@ -131,13 +131,15 @@ def test_loss_by_hand(name: str) -> None:
     module = trained(objective_of(name), dtype=torch.float64)
     batch = make_batch([samples()[:2], samples()[2:]], 30, 7, 1)
     text, rows = module.passes.rows(batch)
-    clean_BTD, noisy_BQD = module.passes.run(text, rows)
+    with torch.no_grad():
+        clean_BTD, noisy_BQD = module.passes.run(text, rows)
     log_q = module.passes.target.head(noisy_BQD).log_softmax(-1)
     total, weights = 0.0, 0.0
     for b, q in (rows.label_BQ >= 0).nonzero().tolist():
         total -= float(log_q[b, q, rows.label_BQ[b, q]] * rows.weight_BQ[b, q])
         weights += float(rows.weight_BQ[b, q])
-    terms, counts = module(batch, OUT, 0.0), module.denominators(batch, 0.0)
+    with torch.no_grad():
+        terms, counts = module(batch, OUT, 0.0), module.denominators(batch, 0.0)
     assert float(terms.losses["hidden"]) == pytest.approx(total, rel=1e-6)
     supervised = int(text.supervised_BT.sum())
     wanted = {"hidden": len(rows.flat_R), "weights": weights, "supervised": supervised * module.objective.copies}
@@ -165,7 +167,8 @@ def test_certainty_by_hand(name: str, blocks: Any) -> None:
     module = trained(objective, config, dtype=torch.float64, disturb=0.6)
     batch = make_batch([samples()[:3], samples()[3:]], 40, 7, 1)
     text, rows = module.passes.rows(batch)
-    logits = module.passes.target.head(module.passes.run(text, rows)[1])
+    with torch.no_grad():
+        logits = module.passes.target.head(module.passes.run(text, rows)[1])
     labels = rows.label_BQ.clone()
     told = (labels >= 0).nonzero().tolist()
     for b, q in told[::2]:  # a model that is right now and then
@@ -183,7 +186,8 @@ def test_certainty_by_hand(name: str, blocks: Any) -> None:
     ce = sum(sum(x for x, _ in unit) / len(unit) for unit in by_unit.values())
     sure = [[h for _, h in unit if h is not None] for unit in by_unit.values()]
     entropy = sum(sum(hs) / len(hs) for hs in sure if hs)
-    terms = module(batch, OUT, 0.0)
+    with torch.no_grad():
+        terms = module(batch, OUT, 0.0)
     assert float(terms.losses["ce"]) == pytest.approx(ce, rel=1e-9)
     assert float(terms.losses["entropy"]) == pytest.approx(2 * entropy, rel=1e-9)
     assert module.denominators(batch, 0.0) == dict.fromkeys(("ce", "entropy"), float(len({d for d, _ in by_unit})))
