@@ -99,13 +99,18 @@ class TargetDenoiser:
         origin: Origin = "answer",
         token_causal: bool = False,
         inside: Inside = "full",
+        dual: bool = False,
     ) -> None:
         if block < 1:
             raise ValueError(f"block = {block}: a block has at least 1 token")
         if not 0 <= mask_id < target.facts.vocab:
             raise ValueError(f"mask_id = {mask_id}: {target.facts.name} has the ids 0..{target.facts.vocab - 1}")
         self.target, self.block, self.mask_id, self.shift, self.causal = target, block, mask_id, shift, causal
-        self.origin, self.token_causal, self.inside, self.dual = origin, token_causal, inside, False
+        self.origin, self.token_causal, self.inside, self.dual = origin, token_causal, inside, dual
+        if dual and not (shift and token_causal and causal):
+            raise ValueError(
+                "dual: its finished blocks are the autoregressive model's: set shift, causal and token_causal"
+            )
         self.facts, self.tokenizer = target.facts, target.tokenizer
 
     @property
