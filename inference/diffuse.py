@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -415,7 +415,7 @@ class _Batch:
 
 def _merge(old: Step, new: Step, rows_B: Tensor) -> Step:
     """The rows of `new` where `rows_B`, those of `old` elsewhere."""
-    parts = {}
+    parts: dict[str, Any] = {}
     for part in fields(old):
         a, b = getattr(old, part.name), getattr(new, part.name)
         if isinstance(a, Tensor):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.models.denoiser import TargetDenoiser
 from draftsmith.models.drafter import TargetFacts
 
 V, MASK, EOS = 10, 9, 0
@@ -82,6 +83,21 @@ class ScriptedDenoiser:
 
     def new_cache(self, rows: int, slots: int) -> Lengths:
         return Lengths(rows)
+
+
+def denoiser_of(
+    target: Any,
+    block: int,
+    mask_id: int,
+    *,
+    dual: bool = False,
+    kind: type[TargetDenoiser] = TargetDenoiser,
+    **form: Any,
+) -> Any:
+    """A denoiser with a network. `dual` by name alone: without adapters both views are the same."""
+    denoiser = kind(target, block, mask_id, **form)
+    denoiser.dual = dual
+    return denoiser
 
 
 def logits_of(entry: Entry, default: int) -> Tensor:

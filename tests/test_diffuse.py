@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_denoiser import EOS, MASK, ScriptedDenoiser, V, script
+from scripted_denoiser import EOS, MASK, ScriptedDenoiser, V, denoiser_of, script
 from torch import Tensor
 
 from draftsmith.inference.commit import Event, Passes
@@ -130,7 +130,7 @@ class Watched:
 @pytest.mark.parametrize("form", [f for f in FORMS if f not in ("full", "full, shift", "dual")])
 def test_exact_caches_equal_no_cache(tiny: Callable[..., Any], form: str) -> None:
     """Logits of every pass and ids, in fp32; a fused write and a pass of its own give the same where no token is free."""
-    denoiser = TargetDenoiser(tiny(layers=2, width=32, vocab=260, tokens=256), 4, 256, **FORMS[form])
+    denoiser = denoiser_of(tiny(layers=2, width=32, vocab=260, tokens=256), 4, 256, **FORMS[form])
     params = SamplingParams(max_new_tokens=11, ignore_eos=True)
     for strategy in (MID, strategy_of("pipeline", {"threshold": 0.02})):
         runs = {}
@@ -150,7 +150,7 @@ def test_exact_caches_equal_no_cache(tiny: Callable[..., Any], form: str) -> Non
 
 @pytest.mark.parametrize("form", FORMS)
 def test_batch_equals_single(double: Any, form: str) -> None:
-    denoiser = TargetDenoiser(double, 4, 256, **FORMS[form])
+    denoiser = denoiser_of(double, 4, 256, **FORMS[form])
     params = [SamplingParams(max_new_tokens=n, temperature=t, seed=n) for n, t in ((9, 0.0), (6, 0.0), (7, 1.0))]
     exact = ("none", "prefix", "dual") if not denoiser.causal else ("block",) if denoiser.dual else ("none", "block")
     for strategy, cache in product((MID, STRATEGIES["credit"]), exact):
@@ -167,7 +167,7 @@ def test_block_1_is_autoregression(double: Any, form: str) -> None:
     kinds = [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3, "min_new_tokens": 8}]
     params = [SamplingParams(max_new_tokens=12, **kind) for kind in kinds]  # type: ignore[arg-type]
     plain = generate(double, PROMPTS, params)
-    results = diffuse(TargetDenoiser(double, 1, 256, **FORMS[form]), PROMPTS, params)
+    results = diffuse(denoiser_of(double, 1, 256, **FORMS[form]), PROMPTS, params)
     assert ids_of(results) == ids_of(plain)
     assert [r.text for r in results] == [r.text for r in plain]
 
@@ -180,7 +180,7 @@ def test_finished_text_of_dual_is_read_in_the_clean_view(double: Any) -> None:
             seen.append((more["view"], canvas, positions_BT))
             return super().denoise(canvas, positions_BT, **more)
 
-    denoiser = Views(double, 4, 256, **FORMS["dual"])
+    denoiser = denoiser_of(double, 4, 256, kind=Views, **FORMS["dual"])
     [result] = diffuse(denoiser, [[1, 5]], SamplingParams(max_new_tokens=8, ignore_eos=True), DiffuseConfig(ONE))
     assert result.passes == Passes(prefill=1, denoise=6, kv_only=1)
     assert [view for view, *_ in seen] == ["clean", *["noisy"] * 3, "clean", *["noisy"] * 3]
@@ -242,7 +242,7 @@ def test_masks_and_ids_without_a_token_are_never_emitted() -> None:
 @pytest.mark.parametrize("form", ["sdar", "shift", "full"])
 def test_states_drafted_ahead_change_nothing(double: Any, form: str) -> None:
     """FreeDave: the same answers, in no more passes."""
-    denoiser = TargetDenoiser(double, 4, 256, **FORMS[form])
+    denoiser = denoiser_of(double, 4, 256, **FORMS[form])
     params = SamplingParams(max_new_tokens=10)
     for base in (STRATEGIES["fixed"], STRATEGIES["credit"]):
         verify = STRATEGIES["freedave"].verify
@@ -260,7 +260,7 @@ def test_approximate_caches(double: Any) -> None:
     params = SamplingParams(max_new_tokens=10, ignore_eos=True)
     for form, sub, caches in (("full", None, ("prefix", "dual")), ("full, shift", None, ("prefix", "dual")),
                               ("full", 2, ("prefix", "dual")), ("shift", 2, ("dual",)), ("sdar", 2, ("dual",))):  # fmt: skip
-        denoiser = TargetDenoiser(double, 4, 256, **FORMS[form])
+        denoiser = denoiser_of(double, 4, 256, **FORMS[form])
         plain = diffuse(denoiser, PROMPTS, params, DiffuseConfig(MID, sub_block=sub, cache="none"))
         for cache in caches:
             decode = DiffuseConfig(MID, sub_block=sub, cache=cache, refresh=1)  # type: ignore[arg-type]
@@ -279,7 +279,7 @@ def test_approximate_caches(double: Any) -> None:
 
 
 def test_window_of_a_model_that_sees_the_whole_canvas(double: Any) -> None:
-    denoiser = TargetDenoiser(double, 4, 256, shift=False, causal=False)
+    denoiser = denoiser_of(double, 4, 256, shift=False, causal=False)
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     whole = diffuse(denoiser, PROMPTS, params, DiffuseConfig(MID))
     assert ids_of(diffuse(denoiser, PROMPTS, params, DiffuseConfig(MID, window=8))) == ids_of(whole)
@@ -301,7 +301,7 @@ def test_soft_places_are_read_as_mixed_embeddings() -> None:
 
 
 def test_what_does_not_fit_is_refused(double: Any) -> None:
-    blocks, full = (TargetDenoiser(double, 4, 256, shift=False, causal=c) for c in (True, False))
+    blocks, full = (denoiser_of(double, 4, 256, shift=False, causal=c) for c in (True, False))
     params = SamplingParams(max_new_tokens=4)
     for denoiser, settings, words in (
         (blocks, {"block": 8}, "trained with block 4"),
@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_refused(double: Any) -> None:
         (blocks, {"cache": "dual"}, "needs sub_block"),
         (blocks, {"window": 4}, "whole canvas"),
         (full, {"cache": "block"}, "with blocks"),
-        (TargetDenoiser(double, 4, 256, **FORMS["dual"]), {"cache": "none"}, "another view"),
+        (denoiser_of(double, 4, 256, **FORMS["dual"]), {"cache": "none"}, "another view"),
     ):
         with pytest.raises(ValueError, match=words):
             diffuse(denoiser, [[1]], params, DiffuseConfig(ALL, **settings))  # type: ignore[arg-type]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_denoiser import denoiser_of
 from torch import Tensor
 
 from draftsmith.inference.self_draft import SelfDraft, SelfDraftConfig
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models.denoiser import TargetDenoiser
 
 FORMS: dict[str, dict[str, Any]] = {
     "blocks, shift": {"shift": True},
@@ -39,7 +39,7 @@ def test_greedy_output_is_plain_output(double: Any, form: str) -> None:
     params = SamplingParams(max_new_tokens=14)
     plain = generate(double, PROMPTS, params)
     for block, confidence in ((4, 0.0), (1, 0.0), (3, 0.02)):
-        drafter = SelfDraft(TargetDenoiser(double, block, MASK, **FORMS[form]), SelfDraftConfig(confidence))
+        drafter = SelfDraft(denoiser_of(double, block, MASK, **FORMS[form]), SelfDraftConfig(confidence))
         drafter.bind(double)
         drafted = generate(double, PROMPTS, params, drafter, DecodeConfig(k=3))
         assert [r.ids for r in drafted] == [r.ids for r in plain]
@@ -51,7 +51,7 @@ def test_greedy_output_is_plain_output(double: Any, form: str) -> None:
 
 def test_sampled_output_is_plain_output(double: Any) -> None:
     params = [SamplingParams(max_new_tokens=10, temperature=1.0, seed=i) for i in range(3)]
-    drafter = SelfDraft(TargetDenoiser(double, 4, MASK, shift=True, token_causal=True, dual=True))
+    drafter = SelfDraft(denoiser_of(double, 4, MASK, shift=True, token_causal=True, dual=True))
     plain = generate(double, PROMPTS, params)
     drafted = generate(double, PROMPTS, params, drafter, DecodeConfig(k=3, verifier="sample_match"))
     assert [r.ids for r in drafted] == [r.ids for r in plain]
@@ -60,7 +60,7 @@ def test_sampled_output_is_plain_output(double: Any) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_are_those_of_the_text_run_whole(double: Any, form: str) -> None:
     """Every draft equals the candidates of one pass over all of the text so far, without a cache."""
-    denoiser = TargetDenoiser(double, 4, MASK, **FORMS[form])
+    denoiser = denoiser_of(double, 4, MASK, **FORMS[form])
     drafter = SelfDraft(denoiser)
     seen: list[tuple[list[list[int]], Tensor, Tensor]] = []
     propose = drafter.propose
@@ -115,10 +115,8 @@ def brute_force(denoiser: Any, text: list[int], prompt: int) -> list[int]:
 
 def test_what_cannot_be_is_refused(double: Any, tiny: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="no autoregressive path"):
-        SelfDraft(TargetDenoiser(double, 4, MASK, shift=False, causal=False))
+        SelfDraft(denoiser_of(double, 4, MASK, shift=False, causal=False))
     with pytest.raises(ValueError, match="not one model"):
-        SelfDraft(TargetDenoiser(double, 4, MASK, shift=False)).bind(tiny(vocab=300))
+        SelfDraft(denoiser_of(double, 4, MASK, shift=False)).bind(tiny(vocab=300))
     with pytest.raises(ValueError, match="confidence"):
         SelfDraftConfig(confidence=2)
-    with pytest.raises(ValueError, match="dual"):
-        TargetDenoiser(double, 4, MASK, shift=False, dual=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_denoiser import denoiser_of
 
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.selections import Everything
 from draftsmith.inference.strategies import STRATEGIES, Strategy, strategy_of
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models.denoiser import TargetDenoiser
 
 PROMPTS = [[5, 9, 77, 30, 2, 8, 100], [44], [7, 2, 12, 90]]
 
@@ -26,8 +26,8 @@ def double(tiny: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("origin", ["document", "answer"])
 def test_answers_are_those_of_blocks_of_one(double: Any, shift: bool, origin: Any) -> None:
-    denoiser = TargetDenoiser(double, 4, 256, shift=shift, origin=origin)
-    single = TargetDenoiser(double, 1, 256, shift=shift, token_causal=True)
+    denoiser = denoiser_of(double, 4, 256, shift=shift, origin=origin)
+    single = denoiser_of(double, 1, 256, shift=shift, token_causal=True)
     params = [
         SamplingParams(max_new_tokens=11),
         SamplingParams(max_new_tokens=6, temperature=1.0, seed=4, min_new_tokens=6),
@@ -50,14 +50,14 @@ def test_answers_are_those_of_blocks_of_one(double: Any, shift: bool, origin: An
 def test_routing_is_labelled(double: Any) -> None:
     strategy = strategy_of("s2d2", {"route": 0.0})
     assert not strategy.verify.lossless  # type: ignore[union-attr]
-    denoiser = TargetDenoiser(double, 4, 256, shift=False)
+    denoiser = denoiser_of(double, 4, 256, shift=False)
     [result] = diffuse(
         denoiser, PROMPTS[:1], SamplingParams(max_new_tokens=8, ignore_eos=True), DiffuseConfig(strategy)
     )
     assert result.passes is not None and (result.passes.denoise, result.passes.verify) == (2, 0)
     assert "lossy" in result.stats.rule
     # Unverified drafts of blocks, read token by token once they are finished:
-    blocks = TargetDenoiser(double, 4, 256, shift=False, token_causal=True)
+    blocks = denoiser_of(double, 4, 256, shift=False, token_causal=True)
     everything = Strategy(Everything())
     [plain] = diffuse(blocks, PROMPTS[:1], SamplingParams(max_new_tokens=8, ignore_eos=True), DiffuseConfig(everything))
     assert result.ids == plain.ids
@@ -67,9 +67,9 @@ def test_what_does_not_fit_is_refused(double: Any) -> None:
     params = SamplingParams(max_new_tokens=4)
     decode = DiffuseConfig(STRATEGIES["s2d2"])
     with pytest.raises(ValueError, match="whole canvas"):
-        diffuse(TargetDenoiser(double, 4, 256, shift=False, causal=False), [[1]], params, decode)
+        diffuse(denoiser_of(double, 4, 256, shift=False, causal=False), [[1]], params, decode)
     with pytest.raises(ValueError, match="self-drafting"):
-        diffuse(TargetDenoiser(double, 4, 256, shift=True, token_causal=True, dual=True), [[1]], params, decode)
+        diffuse(denoiser_of(double, 4, 256, shift=True, token_causal=True, dual=True), [[1]], params, decode)
     with pytest.raises(ValueError, match="penalties"):
         hot = SamplingParams(max_new_tokens=4, repetition_penalty=1.5)
-        diffuse(TargetDenoiser(double, 4, 256, shift=False), [[1]], hot, decode)
+        diffuse(denoiser_of(double, 4, 256, shift=False), [[1]], hot, decode)
