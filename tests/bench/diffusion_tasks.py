@@ -81,8 +81,8 @@ SETTINGS: dict[str, Row] = {"adablock": {"delimiters": (IDS[ROW],)}}
 class Size:
     """How much is done: optimiser steps of both trainings, own answers per task, held-out prompts per task."""
 
-    steps: int = 3600
-    forced_steps: int = 900
+    steps: int = 5000
+    forced_steps: int = 1200
     answers: int = 1500
     prompts: int = 300
     strategy_prompts: int = 100
