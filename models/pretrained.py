@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
 from .intersection import byte_symbols
-from .target import Target
+from .target import Target, quiet
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -69,11 +70,13 @@ def smollm2_folder() -> Path:
     package = Path(spec.origin).parent
     file = next(package.glob("*.gguf")).name
     options: dict[str, Any] = {"gguf_file": file, "quantization_config": GgufConfig(dequantize=True)}
-    model = AutoModelForCausalLM.from_pretrained(package, dtype=torch.float32, **options)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
-    model.save_pretrained(unfinished)
-    AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(unfinished)
+    print("converting SmolLM2-135M-Instruct (once, about 20 s)", file=sys.stderr, flush=True)
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(package, dtype=torch.float32, **options)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
+        model.save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(unfinished)
     if not (unfinished / "config.json").is_file():  # save_pretrained writes it in the first process only
         shutil.rmtree(unfinished)
         raise ValueError("target smollm2 is to be converted by one process first: draftsmith masks --target smollm2")

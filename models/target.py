@@ -213,7 +213,8 @@ class Target(nn.Module):
                     bias = None if head.bias is None else head.bias[ids]
                     kept = self._head_rows = (ids.clone(), head.weight[ids], bias)
             _, weight, bias = kept
-        logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        # Of a view of rows, `linear` would copy the whole weight (4 ms for 8,192 rows of 576).
+        logits = nn.functional.linear(hidden.to(weight.dtype).contiguous(), weight, bias)
         config, family = self.model.config, self._family
         if family.scale is not None:
             logits = logits * getattr(config, family.scale)
@@ -445,7 +446,7 @@ def _load_model(source: _Source, dtype: torch.dtype) -> Any:
             )
     tied = "config" in options and bool(getattr(options["config"], "tie_word_embeddings", False))
     options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-    with _quiet():
+    with quiet():
         found = AutoModelForCausalLM.from_pretrained(source.where, **options)
     model, info = cast(tuple[Any, dict[str, Any]], found)
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -471,7 +472,7 @@ def _load_tokenizer(source: _Source) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no load report of transformers: what is wrong becomes an error of ours."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

@@ -79,9 +79,9 @@ PARTS = {
 }
 MEASURES = ("greedy", "best", "sampled", "trees", "block", "cut", "curve")
 SHALLOW = ("bita", "ppd")  # their recipes draft 3 tokens
-TREE_HEADS = ("dflash", "dspark", "jetspec", "peagle", "pard", "dual_view")
+TREE_HEADS = ("dflash", "dspark", "peagle", "pard")
 TREE_SHAPES = ("chain", "best_first", "opt", "cape", "capped", "ppd")
-BLOCK_HEADS = ("eagle3", "dflash", "dspark", "jetspec", "peagle")
+BLOCK_HEADS = ("eagle3", "dflash", "dspark", "peagle")
 CUT_HEADS = ("eagle3", "dflash", "dspark")
 CURVE = {"x1": 0.25, "x2": 0.5}  # label -> share of data and minutes; all of them are x4
 CURVE_HEADS = ("eagle3", "dflash", "dspark")  # and the fastest parallel drafter
@@ -103,9 +103,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="runs/drafters, or runs/drafters_quick")
     parser.add_argument("--minutes", type=float, default=5, help="training minutes per head (default: 5)")
     parser.add_argument("--limit", type=int, default=5000, help="conversations (default: 5000)")
-    parser.add_argument("--prompts", type=int, default=24, help="held-out prompts (default: 24)")
+    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: 20)")
     parser.add_argument("--best-prompts", type=int, default=75, help="held-out prompts of `best` (default: 75)")
-    parser.add_argument("--table-prompts", type=int, default=18, help="held-out prompts of trees and cut (default: 18)")
+    parser.add_argument("--table-prompts", type=int, default=15, help="held-out prompts of trees and cut (default: 15)")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--k", type=int, nargs="+", default=[2, TAU_K], help="draft lengths, greedy")
     parser.add_argument("--best-k", type=int, nargs="+", default=[2, 3, TAU_K], help="draft lengths of `best`")
@@ -284,13 +284,14 @@ class Bench:
         names = {*CURVE_HEADS, *parallel_best(greedy, exports)} & {*exports}
         heads = {}
         for name in [name for name in PARTS if name in names]:
-            heads |= {f"{name}_{label}": self.head(name, label) for label in CURVE} | {f"{name}_x4": exports[name]}
+            heads |= {f"{name}_{label}": self.head(name, label) for label in CURVE} | {name: exports[name]}
         report = self.run("curve", heads, k=(TAU_K,), prompt_rows=self.args.prompt_rows)
         rows = []
         for row in drafts_of(report):
-            name, _, label = row["head"].rpartition("_")
-            base = next((r for r in drafts_of(report) if r["head"] == f"eagle3_{label}"), row)
-            line = against(row, base) | {"head": name, "tree": label.replace("x", "") + " x data"}
+            name = next(name for name in names if row["head"].split("_x")[0] == name)
+            label = row["head"].removeprefix(name)  # "" or _x1, _x2
+            base = next((r for r in drafts_of(report) if r["head"] == f"eagle3{label}"), row)
+            line = against(row, base) | {"head": name, "tree": f"{label[2:] or 4} x data"}
             rows.append(line | {"training": training_of(heads[row["head"]])})
         return self.compared(f"learning curve, chains of {TAU_K}, greedy, against EAGLE-3 on as much", rows)
 
