@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..models.adapters import AdapterConfig, Adapters
-from ..models.denoiser import TargetDenoiser
+from ..models.denoiser import Origin, TargetDenoiser
 from ..models.diffusion import ObjectiveConfig
 from ..models.target import Target
 from .card import scrub_values
@@ -54,6 +54,8 @@ class Converted:
     def denoiser(self) -> TargetDenoiser:
         """What the runtime decodes."""
         objective, adapters = self.objective, self.adapters
+        # Blocks that may begin anywhere begin with the answer where its text's past is the same wherever blocks begin.
+        anywhere: Origin = "answer" if objective.clean == "token" else "document"
         return TargetDenoiser(
             adapters.target,
             objective.block,
@@ -61,7 +63,7 @@ class Converted:
             shift=objective.shift,
             causal=objective.layout != "whole",
             adapters=adapters,
-            origin="document" if objective.origin == "document" else "answer",  # random: any place is one
+            origin=anywhere if objective.origin == "random" else objective.origin,
             token_causal=objective.clean == "token",
             inside=objective.inside,
         )

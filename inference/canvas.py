@@ -306,9 +306,9 @@ def sight(
     masked_BT: Tensor,
     token_causal: bool = False,
 ) -> Tensor:
-    """bool [B, T, T]: what each row of a pass sees of the others, by the model's own rule. `use_BT` False: padding, seen by
-    itself alone; `block_BT`: number of the row's block; `closed_BT`: that block is finished; `masked_BT`: undecided; `token_causal`: finished tokens see those before
-    them whatever the model was trained with."""
+    """bool [B, T, T]: what each row of a pass sees of the others, by the model's own rule. `use_BT` False: padding, seen
+    by itself alone; `block_BT`: number of the row's block; `closed_BT`: that block is finished; `masked_BT`: undecided;
+    `token_causal`: finished tokens see those before them whatever the model was trained with."""
     t = places_BT.shape[1]
     self_TT = torch.eye(t, dtype=torch.bool, device=places_BT.device)
     used_BTT = use_BT[:, None, :] & use_BT[:, :, None]

@@ -122,9 +122,10 @@ class Passes:
     branches: int = 0
 
     @property
-    def total(self) -> int:
-        """What tokens per forward divides by: all but the prompt's; a branch costs as much as a pass."""
-        return self.denoise + self.kv_only + self.verify + self.branches
+    def forwards(self) -> int:
+        """What tokens per forward divides by: not the prompt's, nor mere writes, which are listed apart; a branch counts
+        as a pass (inference/diffusion_figures.py, COUNTING)."""
+        return self.denoise + self.verify + self.branches
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

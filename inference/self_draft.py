@@ -104,9 +104,6 @@ class SelfDraft:
         rows_B1 = torch.arange(len(live_B), device=live_B.device)[:, None]
         logits_BKV = self.denoiser.head(hidden_BTD[rows_B1, row_BK])
         logits_BKV = logits_BKV if logits_BKV.dtype == torch.float64 else logits_BKV.float()
-        logits_BKV = logits_BKV[..., : self.facts.tokens]
-        if self.denoiser.mask_id < self.facts.tokens:
-            logits_BKV[..., self.denoiser.mask_id] = float("-inf")
         log_BK, token_BK = logits_BKV.log_softmax(-1).max(-1)
         valid_BK &= (log_BK.exp() >= self.config.confidence).long().cumprod(1).bool()
         parents_BK = steps_K.expand_as(at_BK)

@@ -109,10 +109,8 @@ def candidates(
     """Adjusted logits [B, C, V], the candidate of every place and its probability. A place keeps its uniform number
     from pass to pass (that of plain sampling), so that candidates change only as the distribution does."""
     b, c = place_BC.shape
-    logits_BCV = denoiser.head(hidden_BCD)
-    x_BCV = logits_BCV.clone() if logits_BCV.dtype in (torch.float32, torch.float64) else logits_BCV.float()
-    if denoiser.mask_id < x_BCV.shape[-1]:  # a mask may lie behind the vocabulary
-        x_BCV[..., denoiser.mask_id] = float("-inf")
+    x_BCV = denoiser.head(hidden_BCD)
+    x_BCV = x_BCV if x_BCV.dtype == torch.float64 else x_BCV.float()
     rows = params.repeat(c)
     x_RV = adjust(x_BCV.flatten(0, 1), rows, history)
     if params.hot:

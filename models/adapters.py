@@ -120,7 +120,7 @@ class Adapters:
         self.embedding = target.model.get_input_embeddings()
         self.mask_id = self._choose_mask()
         self.layers: dict[str, Any] = {}
-        self.on = False
+        self.on = self.training = False
         named: dict[str, nn.Parameter] = {}
         if config.kind == "full":
             target.model.requires_grad_(True)
@@ -166,6 +166,7 @@ class Adapters:
 
     def train(self, mode: bool = True) -> None:
         """Dropout on or off; the target itself always evaluates."""
+        self.training = mode
         for layer in self.layers.values():
             layer.lora_dropout.train(mode)
 

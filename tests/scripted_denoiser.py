@@ -76,7 +76,9 @@ class ScriptedDenoiser:
         return self.rule(len(self.seen) - 1, ids_BT, positions_BT).double()
 
     def head(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        return hidden
+        never_V = torch.arange(self.facts.vocab) >= self.facts.tokens
+        never_V |= torch.arange(self.facts.vocab) == self.mask_id
+        return hidden.masked_fill(never_V if ids is None else never_V[ids], float("-inf"))
 
     def embed(self, ids: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(ids, max(self.facts.vocab, self.mask_id + 1)).double()

@@ -201,3 +201,15 @@ def test_a_denoiser_has_both_views_and_never_emits_the_mask(mask: Any) -> None:
         TargetDenoiser(target, 4, 3, shift=True, adapters=adapters)
     with pytest.raises(ValueError, match="has the ids"):
         TargetDenoiser(original, 4, 300, shift=True)
+
+
+def test_a_denoiser_does_not_decode_with_dropout() -> None:
+    adapters = Adapters(AdapterConfig(rank=2, dropout=0.5), tiny_target(layers=1))
+    denoiser = TargetDenoiser(adapters.target, 4, adapters.mask_id, shift=True, adapters=adapters)
+    ids_1T, positions_1T = torch.tensor([[5, 9]]), torch.tensor([[0, 1]])
+    see_1TT = torch.ones(1, 2, 2, dtype=torch.bool)
+    adapters.train()
+    with pytest.raises(ValueError, match="drop out"):
+        denoiser.denoise(ids_1T, positions_1T, see_BTA=see_1TT)
+    adapters.train(False)
+    assert denoiser.denoise(ids_1T, positions_1T, see_BTA=see_1TT).shape[:2] == (1, 2)

@@ -17,10 +17,22 @@ from torch import Tensor
 from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.encode import Sample
 from draftsmith.data.packing import make_batch
+from draftsmith.inference.adapter_folder import Converted
+from draftsmith.inference.diffuse import DiffuseConfig, diffuse
+from draftsmith.inference.strategies import STRATEGIES
+from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion, CertaintyConfig, CertaintyForcing
-from draftsmith.models.denoiser import TargetDenoiser
-from draftsmith.models.diffusion import PRESETS, ObjectiveConfig, clean_entries, dense_mask, joined, noisy_entries
+from draftsmith.models.diffusion import (
+    PRESETS,
+    ObjectiveConfig,
+    clean_entries,
+    dense_mask,
+    joined,
+    make_rows,
+    noisy_entries,
+)  # fmt: skip
+from draftsmith.models.noise import Copy
 from draftsmith.models.pretrained import tiny_target
 
 OUT = TargetOut()
@@ -193,34 +205,57 @@ def test_certainty_by_hand(name: str, blocks: Any) -> None:
     assert module.denominators(batch, 0.0) == dict.fromkeys(("ce", "entropy"), float(len({d for d, _ in by_unit})))
 
 
-@pytest.mark.parametrize("name", ["fast_dllm_v2", "sdar", "dual"])
-def test_training_rows_equal_decoding_rows(name: str) -> None:
-    """The states that the loss reads are those of a denoiser with a cache: finished blocks in it, the block behind."""
-    objective = replace(objective_of(name), origin="document")
+@pytest.mark.parametrize(
+    ("clean", "origin", "decoded"),
+    [("block", "random", "document"), ("token", "random", "answer"), ("block", "answer", "answer")],
+)
+def test_where_decoding_counts_blocks_from(clean: Any, origin: Any, decoded: str) -> None:
+    """A block-causal model that never saw a prompt as one block is not shown one."""
+    objective = replace(objective_of("bd3lm"), clean=clean, origin=origin)
+    assert Converted(objective, trained(objective).passes.adapters).denoiser().origin == decoded
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("prompt", "length"), [(5, 10), (9, 7)])
+def test_training_rows_equal_decoding_rows(name: str, prompt: int, length: int) -> None:
+    """Every state that decoding reads is one that training would have given the same text, hidden in the same places:
+    in a prompt's unfinished block, in whole blocks, and in a last one that the budget cuts."""
+    # Blocks that may begin anywhere begin as decoding has them. In `dual` behind an anchor, which is the prompt's last.
+    origins = {"random": "document" if name == "dual" else "answer"}
+    base = objective_of(name)
+    objective: Any = replace(base, origin=origins.get(base.origin, base.origin), padding="none")
     module = trained(objective)
-    target, adapters = module.passes.target, module.passes.adapters
-    batch = one_row(torch.arange(20, 32).tolist(), list(range(5, 12)))
-    text, rows = module.passes.rows(batch)
-    with torch.no_grad():
-        wanted_BQD = module.passes.run(text, rows)[1]
-    denoiser = TargetDenoiser(target, 4, adapters.mask_id, shift=objective.shift, adapters=adapters)
-    for copy, block in {(int(c), int(k)) for c, k in zip(rows.copy_BQ[0], rows.block_BQ[0], strict=True)}:
-        own_Q = (rows.copy_BQ[0] == copy) & (rows.block_BQ[0] == block)
-        done = 4 * block + (1 if objective.dual else 0)
-        cache = denoiser.new_cache(1, 16)
-        block_T = torch.arange(done) // 4
-        see_TT = block_T[None] <= block_T[:, None] if not objective.dual else torch.ones(done, done).tril().bool()
-        view: Any = "clean" if objective.dual else "noisy"
+    denoiser = Converted(base, module.passes.adapters).denoiser()
+    seen: list[tuple[list[int], list[int], Tensor]] = []
+    run = denoiser.denoise
+
+    def denoise(canvas: Tensor, positions_BT: Tensor, **options: Any) -> Tensor:
+        out = run(canvas, positions_BT, **options)
+        if options["view"] == "noisy":
+            seen.append((canvas[0].tolist(), positions_BT[0].tolist(), out[0]))
+        return out
+
+    denoiser.denoise = denoise  # type: ignore[method-assign]
+    asked = list(range(20, 20 + prompt))
+    params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+    (result,) = diffuse(denoiser, [asked], params, DiffuseConfig(STRATEGIES["fixed"]))
+    text, _ = module.passes.rows(one_row([*asked, *result.ids], list(range(prompt, prompt + length))))
+    compared = 0
+    for ids, places, found_TD in seen:
+        masked = [place for place, token in zip(places, ids, strict=True) if token == denoiser.mask_id]
+        if not masked:  # the prompt's pass
+            continue
+        hidden_1T = torch.isin(text.positions_BT, torch.tensor(masked))
+        copy = Copy(hidden_1T, text.supervised_BT, torch.ones(hidden_1T.shape, dtype=torch.float64))
+        rows = make_rows(text, [copy], objective, denoiser.mask_id)
         with torch.no_grad():
-            if done:
-                ids_1T, positions_1T = batch.ids_BT[:, :done], batch.positions_BT[:, :done]
-                denoiser.denoise(ids_1T, positions_1T, cache=cache, see_BTA=see_TT[None], view=view)
-                cache.commit(torch.tensor([done]))
-            n = int(own_Q.sum())
-            see_1nn = torch.ones(1, n, n, dtype=torch.bool)
-            canvas_1n, positions_1n = rows.ids_BQ[:, own_Q], rows.position_BQ[:, own_Q]
-            found_1nD = denoiser.denoise(canvas_1n, positions_1n, cache=cache, see_BTA=see_1nn)
-        torch.testing.assert_close(found_1nD[0], wanted_BQD[0, own_Q], rtol=0, atol=1e-5)
+            wanted_QD = module.passes.run(text, rows)[1][0]
+        block = int(text.block_BT[0, masked[-1]])
+        for q, place in enumerate(rows.position_BQ[0].tolist()):
+            if rows.block_BQ[0, q] == block and place in places:
+                torch.testing.assert_close(found_TD[places.index(place)], wanted_QD[q], rtol=0, atol=1e-5)
+                compared += 1
+    assert compared > 2 * length
 
 
 @pytest.mark.parametrize("name", [n for n, c in PRESETS.items() if c.layout == "pair" and not c.dual])

@@ -122,6 +122,18 @@ def test_certainty_forcing_goes_on_from_it(converted: Path, tmp_path: Path) -> N
     assert lines(tmp_path, "heldout")[-1]["entropy"] > 0
 
 
+def test_a_conversion_goes_on_under_another_objective(converted: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load(Path(CONVERT[1]).read_text())
+    plain = {k: v for k, v in recipe.items() if k not in ("adapters", "objective", "preset")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(plain))
+    argv = ["--config", str(tmp_path / "recipe.yaml"), *SHORT, "preset=sdar", f"init_from={converted / 'export'}"]
+    assert convert_block_diffusion.main([*argv, "budget.steps=1", f"run={tmp_path / 'run'}"]) == 0
+    loaded = load_adapters(str(tmp_path / "run/export"), tiny_target())
+    assert loaded.objective == PRESETS["sdar"] and loaded.adapters.config.rank == 4
+    written = yaml.safe_load((tmp_path / "run/export/run.yaml").read_text())
+    assert written["config"]["adapters"]["rank"] == 4 and written["config"]["adapters"]["mask"] == "new"
+
+
 @pytest.mark.parametrize("kind", ["convert", "certainty"])
 def test_a_resume_is_exact_to_the_bit(kind: str, converted: Path, tmp_path: Path) -> None:
     """Six steps, and three and three more, in the middle of an epoch and of a schedule; with dropout."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.configs.diffusion import DiffusionConfig, read_config
@@ -27,11 +28,12 @@ SCRIPT = Path(__file__).name
 
 
 def build(config: DiffusionConfig, target: Target) -> tuple[DiffusionConfig, BlockDiffusion, Adapters]:
-    """Adapters at zero, or those of `init_from`, under the recipe's own objective."""
+    """Adapters at zero, or those of `init_from`, whose settings replace the recipe's, under the recipe's objective."""
     if config.init_from is None:
         adapters = Adapters(config.adapters, target, dual=config.objective.dual)
     else:
         adapters = load_adapters(config.init_from, target).adapters
+        config = replace(config, adapters=adapters.config)
     return config, BlockDiffusion(config.objective, target, adapters), adapters
 
 

@@ -271,9 +271,8 @@ class Bench:
         for prompt, result in zip(prompts, results, strict=True):
             passes = result.passes
             assert passes is not None
-            forwards = passes.denoise + passes.verify + passes.branches
             shown = cut(result.ids, self.target.facts.eos_ids)
-            rows.append(answer_row(prompt, shown, result.text, forwards, passes.kv_only))
+            rows.append(answer_row(prompt, shown, result.text, passes.forwards, passes.kv_only))
         return rows
 
     def show(self, figures: Row, points: list[tuple[float, float]]) -> None:

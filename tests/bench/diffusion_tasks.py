@@ -292,9 +292,8 @@ class Bench:
                 asked = examples(task, self.seed, range(prompts), held_out=True)
                 for e, (ids, passes) in zip(asked, self.decode(model, name, settings, asked), strict=True):
                     ids = cut(ids, model.target.facts.eos_ids)
-                    forwards = passes.denoise + passes.verify + passes.branches
                     right = valid(task, e.asked, words_of(ids))
-                    answers.append(Decoded(f"{task} {e.number}", task, ids, forwards, passes.kv_only, right))
+                    answers.append(Decoded(f"{task} {e.number}", task, ids, passes.forwards, passes.kv_only, right))
             return row_of(shown, answers)
 
         return self.kept.get(f"{which}, {shown}, {prompts} prompts", run)
