@@ -98,7 +98,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.args, self.console, self.out = args, console, args.out
-        self.kept = Kept(self.out / "parts.jsonl")
+        self.kept = Kept(self.out, {k: v for k, v in vars(args).items() if k != "out"})
 
     def run(self) -> Row:
         facts = self.kept.get("training", self.train)

@@ -113,19 +113,25 @@ def main() -> int:
 
 
 class Kept:
-    """Finished parts, one JSON line each, with the CPU seconds that they took; a part that is there is not run again."""
+    """Finished parts in a folder, one JSON line each, with the CPU seconds that they took; a part that is there is not
+    run again. A folder with parts of other settings is refused."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.rows = path, {}
-        if path.is_file():
-            self.rows = {row["key"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    def __init__(self, folder: Path, settings: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        kept, text = folder / "settings.json", json.dumps(settings, sort_keys=True)
+        if kept.is_file() and kept.read_text(encoding="utf-8") != text:
+            raise SystemExit(f"{folder} holds a run with other settings: give another --out, or delete it")
+        kept.write_text(text, encoding="utf-8")
+        self.path, self.rows = folder / "parts.jsonl", {}
+        if self.path.is_file():
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+            self.rows = {row["key"]: row for row in map(json.loads, lines)}
 
     def get(self, key: str, run: Callable[[], Any]) -> Any:
         if key not in self.rows:
             since = time.process_time()
             value = run()
             self.rows[key] = {"key": key, "cpu": time.process_time() - since, "value": value}
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.rows[key]) + "\n")
             print(f"  {key}: {self.rows[key]['cpu']:.1f} s", flush=True)
@@ -157,13 +163,8 @@ class Bench:
 
     def __init__(self, size: Size, seed: int, out: Path, console: Console) -> None:
         self.size, self.seed, self.out, self.console = size, seed, out, console
-        settings = json.dumps([asdict(size), seed, SHARES, WIDTH, LAYERS, ROTARY_BASE])
-        kept = out / "settings.json"
-        if kept.is_file() and kept.read_text() != settings:
-            raise SystemExit(f"{out} holds a run with other settings: give another --out, or delete it")
-        out.mkdir(parents=True, exist_ok=True)
-        kept.write_text(settings)
-        self.kept = Kept(out / "parts.jsonl")
+        trainings = [asdict(OBJECTIVE), asdict(CERTAINTY), SHARES, WIDTH, LAYERS, HEADS, ROTARY_BASE]
+        self.kept = Kept(out, [asdict(size), seed, trainings])
         self.training_cpu = 0.0
 
     def run(self) -> Row:
