@@ -54,7 +54,8 @@ class Converted:
     def denoiser(self) -> TargetDenoiser:
         """What the runtime decodes."""
         objective, adapters = self.objective, self.adapters
-        # Blocks that may begin anywhere begin with the answer where its text's past is the same wherever blocks begin.
+        # Blocks that may begin anywhere begin with the answer where finished text is read alike wherever blocks begin; in
+        # `dual` any text's last token is an anchor.
         anywhere: Origin = "answer" if objective.clean == "token" else "document"
         return TargetDenoiser(
             adapters.target,
@@ -63,7 +64,7 @@ class Converted:
             shift=objective.shift,
             causal=objective.layout != "whole",
             adapters=adapters,
-            origin=anywhere if objective.origin == "random" else objective.origin,
+            origin=anywhere if objective.origin == "random" or objective.dual else objective.origin,
             token_causal=objective.clean == "token",
             inside=objective.inside,
         )

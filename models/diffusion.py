@@ -118,8 +118,11 @@ class ObjectiveConfig:
             raise ValueError(
                 "objective.schedule = semi_ar hides what follows; dual's blocks see nothing of it: use uniform"
             )
-        if self.layout != "pair" and self.inside != "full":
-            raise ValueError(f"objective.inside = {self.inside} needs layout=pair, got {self.layout}")
+        if self.layout != "pair" and (self.inside, self.clean) != ("full", "block"):
+            raise ValueError(
+                f"objective.inside = {self.inside}, clean = {self.clean}: other than full and block they need layout=pair, "
+                f"got {self.layout}"
+            )
         if self.schedule in ("even", "monotone") and self.scope != "block":
             raise ValueError(
                 f"objective.schedule = {self.schedule} is one of blocks: set scope=block, got {self.scope}"

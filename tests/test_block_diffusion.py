@@ -213,6 +213,8 @@ def test_where_decoding_counts_blocks_from(clean: Any, origin: Any, decoded: str
     """A block-causal model that never saw a prompt as one block is not shown one."""
     objective = replace(objective_of("bd3lm"), clean=clean, origin=origin)
     assert Converted(objective, trained(objective).passes.adapters).denoiser().origin == decoded
+    fixed = replace(PRESETS["dual"], block=4, origin="document")
+    assert Converted(fixed, trained(fixed).passes.adapters).denoiser().origin == "answer"
 
 
 @pytest.mark.parametrize("name", PRESETS)
