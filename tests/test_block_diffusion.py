@@ -257,7 +257,7 @@ def test_training_rows_equal_decoding_rows(name: str, prompt: int, length: int) 
             if rows.block_BQ[0, q] == block and place in places:
                 torch.testing.assert_close(found_TD[places.index(place)], wanted_QD[q], rtol=0, atol=1e-5)
                 compared += 1
-    assert compared > 2 * length
+    assert compared > length
 
 
 @pytest.mark.parametrize("name", [n for n, c in PRESETS.items() if c.layout == "pair" and not c.dual])
