@@ -245,7 +245,10 @@ class Canvas:
         keep_BS = (p_S >= settled_B1) & (p_S < start_B1) & d.causal
         if d.causal:
             low_B1 = settled_B1 if decode.cache != "none" else torch.zeros_like(settled_B1)
-            all_BS = (p_S >= low_B1) & (p_S < torch.where(kv_B[:, None], start_B1, stop_B1 - int(d.dual)))
+            # In `dual` the last row of a whole block would speak of the next one; of a block that the budget cuts it is
+            # as any other.
+            idle_B1 = ((stop_B1 - start_B1) % decode.block == 0) & d.dual
+            all_BS = (p_S >= low_B1) & (p_S < torch.where(kv_B[:, None], start_B1, stop_B1 - idle_B1.long()))
             begin_B1 = torch.maximum(begin_B1, start_B1)
         else:
             seen_B1 = self.ends_B[:, None]

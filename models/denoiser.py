@@ -52,8 +52,8 @@ class Denoiser(Protocol):
     """What rows of an unfinished block see of it: all; what comes before them; or its decided tokens first, then masks,
     each what comes before it in that order (WeDLM)."""
     dual: bool
-    """Finished text is read in the clean view. Its last token is the first row of the open block, in which the row of the
-    last place is not run."""
+    """Finished text is read in the clean view. Its last token is the first row of the open block, in which, when it is
+    whole, the row of the last place is not run."""
 
     @property
     def device(self) -> torch.device: ...
