@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
+LINE_SECONDS = 30.0  # where there is no terminal
+
 
 def progress_bar(what: str, total: float, shown: bool = True, unit: str = "tokens") -> Bar:
-    """A bar with rate and time left, on stderr; enter it and call it with what has been done since."""
+    """Rate and time left, on stderr: a bar on a terminal, a line every half minute elsewhere. Enter it and call it with
+    what has been done since; several threads may."""
     return Bar(what, total, shown, unit)
 
 
@@ -17,9 +23,13 @@ class Bar:
     """A progress bar of one task; see `progress_bar`."""
 
     def __init__(self, what: str, total: float, shown: bool, unit: str) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), _Rate(unit), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self._rate = _Rate(unit)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), self._rate, TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, console=console, disable=not shown)
         self._task = self._progress.add_task(what, total=total)
+        self._lines = shown and not console.is_terminal
+        self._said, self._lock = time.monotonic(), threading.Lock()
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -30,6 +40,13 @@ class Bar:
 
     def __call__(self, done: float) -> None:
         self._progress.advance(self._task, done)
+        with self._lock:
+            if self._lines and time.monotonic() - self._said >= LINE_SECONDS:
+                self._said = time.monotonic()
+                task = self._progress.tasks[0]
+                left = "" if task.time_remaining is None else f", about {task.time_remaining / 60:.0f} min left"
+                amount = self._rate.render(task).plain
+                self._progress.console.print(f"{task.description}: {amount}{left}", highlight=False, soft_wrap=True)
 
 
 class _Rate(ProgressColumn):

@@ -95,7 +95,8 @@ class Markov(nn.Module):
         table_VD = table_VD - table_VD.mean(0)
         variance_D, basis_DD = torch.linalg.eigh(table_VD.T @ table_VD / len(table_VD))  # ascending
         r = min(self.rank, int((variance_D > 1e-6 * variance_D[-1]).sum()))
-        codes_Vr = table_VD @ basis_DD[:, -r:] * variance_D[-r:].rsqrt()
+        first = len(variance_D) - r
+        codes_Vr = table_VD @ basis_DD[:, first:] * variance_D[first:].rsqrt()
         self.markov_w1.weight[:, :r] = codes_Vr.to(self.markov_w1.weight)
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -267,7 +267,20 @@ def test_the_progress_bar_shows_rate_and_what_is_left(capsys: pytest.CaptureFixt
         bar(40)
         bar(60)
     err = capsys.readouterr().err
-    assert "100 of 100 things" in err and "0:00:00" in err
+    assert "100 of 100 things" in err and "0:00:00" in err and "working: " not in err
+    with progress_bar("quiet", 1, shown=False) as bar:
+        bar(1)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftsmith.inference.progress.LINE_SECONDS", 0.0)
+    with progress_bar("working", 100, unit="things") as bar:
+        bar(40)
+        assert "working: 40 of 100 things" in capsys.readouterr().err
+    capsys.readouterr()
     with progress_bar("quiet", 1, shown=False) as bar:
         bar(1)
     assert capsys.readouterr().err == ""

@@ -3,10 +3,10 @@
 Every head reads the same conversations of the same target for the same training minutes, by its own recipe; those that
 read states share one captured set (taps of EAGLE-3's default, and the last hidden state). Then all of them, and the
 training-free drafters, answer the same held-out prompts in one interleaved run per temperature: tau with intervals, what
-a draft costs, tokens per second. The fastest parallel drafter and EAGLE-3 meet once more on more prompts (`best`). Three
-small tables follow on the same heads: trees against chains, block against token-by-token verification, chains cut by
-confidence against whole ones. `curve` trains DSpark, DFlash, the fastest parallel drafter and EAGLE-3 on a quarter and
-on half of the data, for as much of the time.
+a draft costs, tokens per second. The fastest parallel drafter and EAGLE-3 meet once more on more prompts, with trees
+too (`best`). Three small tables follow on the same heads: trees against chains, block against token-by-token
+verification, chains cut by confidence against whole ones. `curve` trains DSpark, DFlash, the fastest parallel drafter
+and EAGLE-3 on a quarter and on half of the data, for as much of the time.
 
     OMP_NUM_THREADS=1 python tests/bench/drafters.py                    # about 3 hours on two cores
     python tests/bench/drafters.py --only dflash eagle3                 # some heads: train and measure these
@@ -81,6 +81,7 @@ MEASURES = ("greedy", "best", "sampled", "trees", "block", "cut", "curve")
 SHALLOW = ("bita", "ppd")  # their recipes draft 3 tokens
 TREE_HEADS = ("dflash", "dspark", "peagle", "pard")
 TREE_SHAPES = ("chain", "best_first", "opt", "cape", "capped", "ppd")
+BEST_TREES = ("chain", "dynamic", "best_first")
 BLOCK_HEADS = ("eagle3", "dflash", "dspark", "peagle")
 CUT_HEADS = ("eagle3", "dflash", "dspark")
 CURVE = {"x1": 0.25, "x2": 0.5}  # label -> share of data and minutes; all of them are x4
@@ -101,14 +102,19 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="tiny target, no bound on figures is meant")
     parser.add_argument("--out", type=Path, default=None, help="runs/drafters, or runs/drafters_quick")
-    parser.add_argument("--minutes", type=float, default=5, help="training minutes per head (default: 5)")
-    parser.add_argument("--limit", type=int, default=5000, help="conversations (default: 5000)")
-    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: 20)")
-    parser.add_argument("--best-prompts", type=int, default=75, help="held-out prompts of `best` (default: 75)")
-    parser.add_argument("--table-prompts", type=int, default=15, help="held-out prompts of trees and cut (default: 15)")
+    parser.add_argument("--minutes", type=float, default=5, help="training minutes per head (default: %(default)s)")
+    parser.add_argument("--limit", type=int, default=5000, help="conversations (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=20, help="held-out prompts (default: %(default)s)")
+    parser.add_argument(
+        "--best-prompts", type=int, default=60, help="held-out prompts of `best` (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--table-prompts", type=int, default=15, help="held-out prompts of trees and cut (default: %(default)s)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--k", type=int, nargs="+", default=[2, TAU_K], help="draft lengths, greedy")
-    parser.add_argument("--best-k", type=int, nargs="+", default=[2, 3, TAU_K], help="draft lengths of `best`")
+    parser.add_argument("--best-k", type=int, nargs="+", default=[2, 3], help="draft lengths of `best`")
+    parser.add_argument("--best-nodes", type=int, default=6, help="nodes of trees in `best`")
     parser.add_argument("--sampled-k", type=int, nargs="+", default=[2, TAU_K], help="draft lengths at temperature 1")
     parser.add_argument("--prompt-rows", type=int, default=12, help="most rows of prompt tokens beside a chain")
     parser.add_argument("--nodes", type=int, default=12, help="nodes of trees")
@@ -274,10 +280,16 @@ class Bench:
         )
 
     def best(self, exports: dict[str, Path], greedy: Row) -> Row:
-        """EAGLE-3 and the parallel drafter that was fastest in the greedy run, on more prompts."""
-        names = {"eagle3", *parallel_best(greedy, exports)} & {*exports}
-        settings = {"k": tuple(self.args.best_k), "prompts": self.args.best_prompts}
-        return self.run("best", {name: exports[name] for name in PARTS if name in names}, **settings)
+        """EAGLE-3 and the parallel drafter that was fastest in the greedy run, on more prompts, by chains and by the trees
+        that suit each: those of EAGLE-2 grown pass by pass, and those of one pass's marginals."""
+        args, names = self.args, {"eagle3", *parallel_best(greedy, exports)} & {*exports}
+        settings = {"k": tuple(args.best_k), "prompts": args.best_prompts, "nodes": args.best_nodes}
+        settings |= {"trees": BEST_TREES}
+        report = self.run("best", {name: exports[name] for name in PARTS if name in names}, **settings)
+        if base := fastest(report, ["eagle3"]):
+            title = f"the two on {args.best_prompts} prompts, trees of at most {args.best_nodes} nodes, against EAGLE-3's fastest"
+            self.compared(title, [against(row, base) for row in drafts_of(report)])
+        return report
 
     def curve(self, exports: dict[str, Path], greedy: Row) -> list[Row]:
         """Heads at 1, 2 and 4 times the data and minutes, in one run: each beside EAGLE-3 on as much."""
@@ -288,10 +300,10 @@ class Bench:
         report = self.run("curve", heads, k=(TAU_K,), prompt_rows=self.args.prompt_rows)
         rows = []
         for row in drafts_of(report):
-            name = next(name for name in names if row["head"].split("_x")[0] == name)
-            label = row["head"].removeprefix(name)  # "" or _x1, _x2
-            base = next((r for r in drafts_of(report) if r["head"] == f"eagle3{label}"), row)
-            line = against(row, base) | {"head": name, "tree": f"{label[2:] or 4} x data"}
+            name, _, times = row["head"].partition("_x")
+            same = f"eagle3_x{times}" if times else "eagle3"
+            base = next((r for r in drafts_of(report) if r["head"] == same), row)
+            line = against(row, base) | {"head": name, "tree": f"{times or 4} x data"}
             rows.append(line | {"training": training_of(heads[row["head"]])})
         return self.compared(f"learning curve, chains of {TAU_K}, greedy, against EAGLE-3 on as much", rows)
 
@@ -482,7 +494,7 @@ def bars_of(figures: Row, reports: dict[str, Row], names: Sequence[str], args: a
 def why(best: Row, eagle: Row) -> str:
     """The two fastest rows taken apart: tau over the cost of a pass."""
     parts = [
-        f"{row['head']} K={row['K']}: tau {row['tau']:.3f}, draft {row['draft_ms']:.2f} + verify {row['verify_ms']:.2f} ms"
+        f"{row['head']} {row['tree']} K={row['K']}: tau {row['tau']:.3f}, draft {row['draft_ms']:.2f} + verify {row['verify_ms']:.2f} ms"
         for row in (best, eagle)
     ]
     cost = [row["draft_ms"] + row["verify_ms"] for row in (best, eagle)]
