@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from ..data.sources import DataConfig
 from ..models.adapters import AdapterConfig
-from ..models.block_diffusion import CertaintyConfig
+from ..models.block_diffusion import CertaintyConfig, ConversionConfig
 from ..models.diffusion import PRESETS, ObjectiveConfig
+from ..models.on_policy import OnPolicyConfig
 from .parse import UsageError, keys_of, nearest, parse, read_recipe, split_tokens
 from .training import (
     BatchConfig,
@@ -33,22 +34,26 @@ from .training import (
 class DiffusionConfig:
     """One run of either training."""
 
-    method: Literal["block_diffusion", "certainty"] = "block_diffusion"
-    """Set by the script."""
+    method: Literal["block_diffusion", "certainty", "on_policy"] = "block_diffusion"
+    """Set by the script; `on_policy` is the other training of `train/distill_certainty.py`."""
     target: TargetConfig = field(default_factory=TargetConfig)
     """The autoregressive model that is converted (certainty forcing: that was)."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Training conversations; for certainty forcing, answers of the model's own."""
+    """Training conversations; for certainty forcing and on-policy training, answers of the model's own."""
     init_from: str | None = None
-    """Exported adapters to start from (folder): they bring their settings; for certainty forcing their objective too."""
+    """Exported adapters to start from (folder): they bring their settings; but for conversion their objective too."""
     preset: str = "fast_dllm_v2"
     """A key of PRESETS (models/diffusion.py): the defaults of `objective`."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """How text is hidden and what rows see."""
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     """What is trained."""
+    conversion: ConversionConfig = field(default_factory=ConversionConfig)
+    """Method `block_diffusion` alone."""
     certainty: CertaintyConfig = field(default_factory=CertaintyConfig)
-    """Certainty forcing alone."""
+    """Method `certainty` alone."""
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
+    """Method `on_policy` alone."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """What one optimiser step sees."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
@@ -89,8 +94,9 @@ def given_keys(argv: Sequence[str]) -> dict[str, Any]:
     return said | dict(pairs)
 
 
-def read_config(argv: Sequence[str], prog: str, method: str, extra: Mapping[str, Any] | None = None) -> DiffusionConfig:
-    """The settings of a command line, the objective's defaults taken from its preset.
+def read_config(argv: Sequence[str], prog: str, *methods: str) -> DiffusionConfig:
+    """The settings of a command line for one of a script's `methods`, the first by default; the objective's defaults are
+    taken from its preset.
 
     Raises UsageError or ValueError, one line, before any weights are loaded and with nothing written.
     """
@@ -100,7 +106,7 @@ def read_config(argv: Sequence[str], prog: str, method: str, extra: Mapping[str,
         near = nearest(str(preset), list(PRESETS))
         raise UsageError(f"unknown preset {preset!r}; nearest: {near!r} (known: {', '.join(PRESETS)})")
     defaults = {f"objective.{f.name}": getattr(PRESETS[preset], f.name) for f in fields(ObjectiveConfig)}
-    defaults |= {"method": method} | dict(extra or {})
+    defaults |= {"method": methods[0]}
     config = parse(
         DiffusionConfig,
         argv,
@@ -109,10 +115,12 @@ def read_config(argv: Sequence[str], prog: str, method: str, extra: Mapping[str,
         description="Train a denoiser.",
         defaults=defaults,
     )
-    if config.method != method:
-        raise UsageError(f"method={config.method}: this script is for {method}")
+    if config.method not in methods:
+        raise UsageError(f"method={config.method}: this script is for {' and '.join(methods)}")
     if config.init_from is not None:
         refuse_what_adapters_bring(config, said)
+    if config.method == "block_diffusion":
+        config.conversion.check(config.objective, config.adapters)
     check_run(config)
     return config
 
@@ -121,10 +129,9 @@ def refuse_what_adapters_bring(config: DiffusionConfig, said: Mapping[str, Any])
     """Raises UsageError for settings that `init_from` decides. Printed settings, which name all of them with their
     defaults, say nothing and are let through."""
     plain = DiffusionConfig()
-    brought = ("adapters.", "objective.", "preset") if config.method == "certainty" else ("adapters.",)
-    names = [key for key in keys_of(DiffusionConfig, {}) if key.startswith(brought)]
+    sections = ("adapters",) if config.method == "block_diffusion" else ("adapters", "objective", "preset")
+    names = [key for key in keys_of(DiffusionConfig, {}) if key.partition(".")[0] in sections]
     clash = [key for key in names if key in said]
-    sections = ("adapters", "objective", "preset") if config.method == "certainty" else ("adapters",)
     printed = len(clash) == len(names) and all(getattr(config, s) == getattr(plain, s) for s in sections)
     if clash and not printed:
         raise UsageError(f"{', '.join(clash)}: the adapters in init_from bring this with them; leave it out")

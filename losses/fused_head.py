@@ -25,18 +25,25 @@ Head = Callable[[Tensor], Tensor]
 class HeadRows:
     """Of R rows, fp32 at least. `ce_R` and `entropy_R` carry gradients."""
 
-    ce_R: Tensor  # cross-entropy with the label
+    ce_R: Tensor  # cross-entropy with the label, or with the teacher's distribution
     entropy_R: Tensor  # of softmax(logits / temperature), nats; zeros where no temperature was given
     top_R: Tensor  # int64, the likeliest id
     chance_R: Tensor  # its probability
 
 
-def plain_rows(head: Head, hidden_RD: Tensor, label_R: Tensor, temperature: float | None) -> tuple[Tensor, ...]:
+def plain_rows(
+    head: Head, hidden_RD: Tensor, label_R: Tensor, temperature: float | None, teacher_RD: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """The four fields of `HeadRows`, by way of all logits."""
     logits_RV = head(hidden_RD)
     logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     log_q_RV = logits_RV.log_softmax(-1)
-    ce_R = -log_q_RV.gather(-1, label_R[:, None])[:, 0]
+    if teacher_RD is None:
+        ce_R = -log_q_RV.gather(-1, label_R[:, None])[:, 0]
+    else:
+        with torch.no_grad():
+            p_RV = head(teacher_RD).to(log_q_RV.dtype).softmax(-1)
+        ce_R = -(p_RV * log_q_RV).sum(-1)
     with torch.no_grad():
         top = log_q_RV.max(-1)
     if temperature is None:
@@ -53,15 +60,22 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, head: Head, label_R: Tensor, temperature: float | None, chunk: int
+        ctx: Any,
+        hidden_RD: Tensor,
+        head: Head,
+        label_R: Tensor,
+        temperature: float | None,
+        teacher_RD: Tensor | None,
+        chunk: int,
     ) -> tuple[Tensor, ...]:
         need = hidden_RD.requires_grad
         parts, slopes = [], []
         for lo in range(0, len(hidden_RD), chunk):
             span = slice(lo, lo + chunk)
+            teacher_rD = None if teacher_RD is None else teacher_RD[span]
             with torch.set_grad_enabled(need):
                 own_rD = hidden_RD[span].detach().requires_grad_(need)
-                part = plain_rows(head, own_rD, label_R[span], temperature)
+                part = plain_rows(head, own_rD, label_R[span], temperature, teacher_rD)
                 if need:
                     both = temperature is not None
                     (by_ce_rD,) = torch.autograd.grad(part[0].sum(), own_rD, retain_graph=both)
@@ -74,10 +88,10 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         by_R = [grad[:, None] for grad in grads[:2]]
         total_RD = sum(slope_RD * by.to(slope_RD.dtype) for slope_RD, by in zip(ctx.slopes, by_R, strict=False))
-        return total_RD if isinstance(total_RD, Tensor) else None, None, None, None, None
+        return total_RD if isinstance(total_RD, Tensor) else None, None, None, None, None, None
 
 
 def head_rows(
@@ -86,13 +100,14 @@ def head_rows(
     label_R: Tensor,
     *,
     temperature: float | None = None,
+    teacher_RD: Tensor | None = None,
     head_learns: bool = False,
     chunk: int | None = None,
 ) -> HeadRows:
     """Cross-entropy of each row, and its entropy at `temperature` (None = none), from hidden states [R, D].
 
-    `head` gives logits [r, V] of some of the rows; `head_learns`: it has parameters that require gradients. `chunk`
-    rows at a time; default: what 2**22 logits hold. Equal to `plain_rows` (tests: float64, values and gradients).
+    `head` gives logits [r, V] of some of the rows; `head_learns`: it has parameters that require gradients. With
+    `teacher_RD`, a teacher's states of the same rows, labels are what `head` makes of those (no gradients). `chunk` rows at a time; default: what 2**22 logits hold. Equal to `plain_rows` (tests: float64, values and gradients).
     """
     if not len(hidden_RD):
         wide = torch.promote_types(hidden_RD.dtype, torch.float32)
@@ -102,9 +117,11 @@ def head_rows(
         with torch.no_grad():
             chunk = max(8, 2**22 // head(hidden_RD[:1]).shape[-1])
     if not head_learns:
-        return HeadRows(*_Rows.apply(hidden_RD, head, label_R, temperature, chunk))
+        return HeadRows(*_Rows.apply(hidden_RD, head, label_R, temperature, teacher_RD, chunk))
+    spans = [slice(lo, lo + chunk) for lo in range(0, len(hidden_RD), chunk)]
+    teachers = [None if teacher_RD is None else teacher_RD[span] for span in spans]
     parts = [
-        checkpoint(plain_rows, head, part_rD, part_r, temperature, use_reentrant=False)
-        for part_rD, part_r in zip(hidden_RD.split(chunk), label_R.split(chunk), strict=True)
+        checkpoint(plain_rows, head, hidden_RD[span], label_R[span], temperature, teacher_rD, use_reentrant=False)
+        for span, teacher_rD in zip(spans, teachers, strict=True)
     ]
     return HeadRows(*(torch.cat(field) for field in zip(*parts, strict=True)))

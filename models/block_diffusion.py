@@ -5,7 +5,8 @@ adapters (models/adapters.py), which stays outside: what a module holds are the 
 target happens inside `loss`, so no states are captured and none are asked for.
 
     BlockDiffusion    cross-entropy of hidden tokens under an objective of models/diffusion.py, and where the clean copy
-                      allows it an autoregressive one beside it
+                      allows it an autoregressive one beside it; by choice with a diffusion model's own soft labels,
+                      or through blocks of growing size
     CertaintyForcing  dParallel (arXiv:2509.26488): losses/certainty.py on two complementary copies of the
                       model's own answers
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from ..losses.certainty import certainty
 from ..losses.fused_head import HeadRows, head_rows
-from .adapters import Adapters
+from .adapters import AdapterConfig, Adapters
 from .diffusion import ObjectiveConfig, Rows, denominator, hidden_states, make_rows
 from .drafter import Batch, TargetOut, Terms
 from .noise import Text, corrupt, cut
@@ -57,6 +58,38 @@ class CertaintyConfig:
                 "certainty: beta must not be negative, temperature positive, level in (0, 1); got "
                 f"{self.beta}, {self.temperature}, {self.level}"
             )
+
+
+@dataclass(frozen=True)
+class ConversionConfig:
+    """How a conversion goes about an objective."""
+
+    curriculum: tuple[int, ...] = ()
+    """Sizes of blocks that equal shares of the budget are trained with, the last one the objective's own (I-DLM,
+    arXiv:2604.11035: 1, 2, 3; equal shares are our choice). Empty: that one alone."""
+    labels: Literal["data", "teacher"] = "data"
+    """`teacher`: the target is a diffusion model, and hidden tokens learn its own distribution, computed without
+    adapters and with attention to the whole text (D2F, arXiv:2508.09192, asymmetric distillation)."""
+
+    def __post_init__(self) -> None:
+        check_choices(self, "conversion")
+
+    def check(self, objective: ObjectiveConfig, adapters: AdapterConfig) -> None:
+        """Raises ValueError where the objective or the adapters do not go with these settings."""
+        if self.curriculum and self.curriculum[-1] != objective.block:
+            raise ValueError(
+                f"conversion.curriculum = {', '.join(map(str, self.curriculum))} does not end with objective.block = "
+                f"{objective.block}, which is what the model is decoded with; make the last one equal"
+            )
+        for size in self.curriculum:
+            replace(objective, block=size)  # refuses what is no block
+        if self.labels == "teacher" and (objective.layout, adapters.kind) != ("single", "lora"):
+            raise ValueError(
+                f"conversion.labels = teacher needs layout=single (rows of the whole text) and kind=lora (the model as it "
+                f"was); got {objective.layout}, {adapters.kind}"
+            )
+        if self.labels == "teacher" and adapters.mask == "new":
+            raise ValueError("conversion.labels = teacher with mask=new: the teacher knows no such mask; use reserved")
 
 
 def certainty_objective(base: ObjectiveConfig, config: CertaintyConfig) -> ObjectiveConfig:
@@ -93,11 +126,29 @@ class Passes:
         """Last hidden states of the clean copy and of the noisy rows."""
         return hidden_states(self.target.forward, self.adapters.view, text, rows, self.objective)
 
-    def score(self, hidden_BTD: Tensor, flat_R: Tensor, label_R: Tensor, temperature: float | None = None) -> HeadRows:
+    def score(
+        self,
+        hidden_BTD: Tensor,
+        flat_R: Tensor,
+        label_R: Tensor,
+        temperature: float | None = None,
+        teacher_BTD: Tensor | None = None,
+    ) -> HeadRows:
         """Cross-entropy and entropy of some rows of [B, T, D]."""
-        hidden_RD = hidden_BTD.flatten(0, 1)[flat_R]
-        learns = self.adapters.head_learns
-        return head_rows(self.target.head, hidden_RD, label_R, temperature=temperature, head_learns=learns)
+        return head_rows(
+            self.target.head,
+            hidden_BTD.flatten(0, 1)[flat_R],
+            label_R,
+            temperature=temperature,
+            teacher_RD=None if teacher_BTD is None else teacher_BTD.flatten(0, 1)[flat_R],
+            head_learns=self.adapters.head_learns,
+        )
+
+    @torch.no_grad()
+    def teach(self, text: Text, rows: Rows) -> Tensor:
+        """Last hidden states [B, Q, D] of the same rows in the model as it was, each seeing all of its copy."""
+        whole = replace(self.objective, layout="whole")
+        return hidden_states(self.target.forward, lambda _: self.adapters.view("clean"), text, rows, whole)[1]
 
 
 class BlockDiffusion(nn.Module):
@@ -105,33 +156,53 @@ class BlockDiffusion(nn.Module):
 
     method = "block_diffusion"
 
-    def __init__(self, objective: ObjectiveConfig, target: Target, adapters: Adapters) -> None:
+    def __init__(
+        self,
+        objective: ObjectiveConfig,
+        target: Target,
+        adapters: Adapters,
+        config: ConversionConfig = ConversionConfig(),
+    ) -> None:
         super().__init__()
-        self.trained = adapters.trained
-        self.objective, self.passes = objective, Passes(objective, target, adapters)
+        config.check(objective, adapters.config)
+        if config.labels == "teacher" and getattr(target.tokenizer, "mask_token_id", None) != adapters.mask_id:
+            raise ValueError(
+                f"conversion.labels = teacher: {target.facts.name} has no mask token of its own, so it does not denoise and "
+                "has no labels to give; name a diffusion model as the target, or set labels=data"
+            )
+        self.trained, self.config, self.objective = adapters.trained, config, objective
+        sizes = config.curriculum or (objective.block,)
+        self.stages = [Passes(replace(objective, block=size), target, adapters) for size in sizes]
+        self.passes = self.stages[-1]
+
+    def passes_at(self, progress: float) -> Passes:
+        """Those of the curriculum's stage at this share of the budget; held-out figures are of the last (share 1)."""
+        return self.stages[min(int(progress * len(self.stages)), len(self.stages) - 1)]
 
     def train(self, mode: bool = True) -> BlockDiffusion:
         self.passes.adapters.train(mode)
         return super().train(mode)
 
     def denominators(self, batch: Batch, progress: float) -> dict[str, float]:
-        text, rows = self.passes.rows(batch)
+        text, rows = self.passes_at(progress).rows(batch)
         counts = {"hidden": denominator(rows, self.objective)}
         return counts | ({"ar": float(len(ar_rows(text)[0]))} if self.objective.ar_weight else {})
 
     def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms:
         """Metrics: `hidden_loss` (nats per hidden token, unweighted), `accuracy`, `sure` (share whose likeliest token has
         a chance of at least SURE), `ar_loss`."""
-        text, rows = self.passes.rows(batch)
-        clean_BTD, noisy_BQD = self.passes.run(text, rows)
+        passes = self.passes_at(progress)
+        text, rows = passes.rows(batch)
+        clean_BTD, noisy_BQD = passes.run(text, rows)
         flat_R = rows.flat_R
         label_R = rows.label_BQ.flatten()[flat_R]
-        scored = self.passes.score(noisy_BQD, flat_R, label_R)
+        teacher_BQD = passes.teach(text, rows) if self.config.labels == "teacher" else None
+        scored = passes.score(noisy_BQD, flat_R, label_R, teacher_BTD=teacher_BQD)
         terms = Terms({"hidden": (scored.ce_R * rows.weight_BQ.flatten()[flat_R]).sum()}, metrics_of(scored, label_R))
         if self.objective.ar_weight:
             assert clean_BTD is not None
             flat_R, label_R = ar_rows(text)
-            ce_R = self.passes.score(clean_BTD, flat_R, label_R).ce_R
+            ce_R = passes.score(clean_BTD, flat_R, label_R).ce_R
             terms.losses["ar"] = self.objective.ar_weight * ce_R.sum()
             terms.metrics["ar_loss"] = ce_R.detach().sum(), torch.tensor(float(len(ce_R)))
         return terms

@@ -155,13 +155,14 @@ PRESETS: dict[str, ObjectiveConfig] = {
         clean="token", inside="observed_first", shift=False, draw="exact", complementary=False, weight="inverse",
         normalise="weights", padding="none", ar_weight=1.0,
     ),
-    # The paper's soft labels come from the diffusion model that it starts from; from an autoregressive one there are
-    # none, and the labels are the data's. Shift as for Dream, which is such a conversion.
+    # The paper's soft labels come from the diffusion model that it starts from (`conversion.labels=teacher`); from an
+    # autoregressive one there are none, and the labels are the data's. Shift as for Dream, which is such a conversion.
     "d2f": ObjectiveConfig(
         layout="single", block=16, origin="answer", schedule="monotone", levels=(0.2, 0.7), complementary=False,
         weight="inverse", normalise="supervised", padding="none",
     ),
-    # arXiv:2604.11035: causal everywhere, always fully hidden; the end of its curriculum of blocks 1, 2, 3.
+    # arXiv:2604.11035: causal everywhere, always fully hidden; the end of its curriculum of blocks 1, 2, 3 (all of it:
+    # `conversion.curriculum=1,2,3`).
     "idlm": ObjectiveConfig(
         clean="token", inside="causal", block=3, levels=(1.0, 1.0), complementary=False, padding="none", ar_weight=0.2
     ),
@@ -179,11 +180,13 @@ class Rows:
     document_BQ: Tensor  # int64 sample id
     copy_BQ: Tensor  # int64, from 0
     block_BQ: Tensor  # int64
-    hidden_BQ: Tensor  # bool, shows the mask
+    hidden_BQ: Tensor  # bool, shows the mask, or a guess in its place
     first_BQ: Tensor  # bool, first of its block
     label_BQ: Tensor  # int64, the token that it predicts
     weight_BQ: Tensor  # fp32
+    token_BQ: Tensor  # int64, which token of the text the row is
     supervised: int  # supervised tokens of the text, of all copies together
+    width: int  # tokens of the text
 
     @property
     def flat_R(self) -> Tensor:
@@ -204,6 +207,7 @@ def make_rows(text: Text, copies: list[Copy], config: ObjectiveConfig, mask_id: 
     parts: list[dict[str, Tensor]] = []
     for number, copy in enumerate(copies):
         hidden_BT = copy.hidden_BT | (text.filler_BT & ~text.supervised_BT)
+        shown_BT = mask_id if copy.guess_BT is None else copy.guess_BT
         run_BT = text.samples_BT >= 0
         if config.dual:
             run_BT = run_BT & text.opened_BT & ~text.first_BT
@@ -217,7 +221,7 @@ def make_rows(text: Text, copies: list[Copy], config: ObjectiveConfig, mask_id: 
             weight_BT = weight_BT.clamp(max=config.weight_clip)
         parts.append(
             {
-                "ids_BQ": torch.where(hidden_BT, mask_id, text.ids_BT),
+                "ids_BQ": torch.where(hidden_BT, shown_BT, text.ids_BT),
                 "position_BQ": text.positions_BT,
                 "document_BQ": torch.where(run_BT, text.samples_BT, -1),
                 "copy_BQ": torch.full_like(text.ids_BT, number),
@@ -226,14 +230,15 @@ def make_rows(text: Text, copies: list[Copy], config: ObjectiveConfig, mask_id: 
                 "first_BQ": text.first_BT,
                 "label_BQ": torch.where(loss_BT, ahead(text.ids_BT, 0), -1),
                 "weight_BQ": torch.where(loss_BT, weight_BT, 0).float(),
+                "token_BQ": torch.arange(text.ids_BT.shape[1], device=text.ids_BT.device).expand_as(text.ids_BT),
             }
         )
     fields = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
     run_BX = fields["document_BQ"] >= 0
-    count = int(run_BX.sum(1).max())
+    count = max(int(run_BX.sum(1).max()), 1)  # a pass of no rows is none: a padding row sees itself
     order_BQ = (~run_BX).int().argsort(dim=1, stable=True)[:, :count]
     fields = {name: value_BX.gather(1, order_BQ) for name, value_BX in fields.items()}
-    return Rows(**fields, supervised=len(copies) * int(text.supervised_BT.sum()))
+    return Rows(**fields, supervised=len(copies) * int(text.supervised_BT.sum()), width=text.ids_BT.shape[1])
 
 
 def denominator(rows: Rows, config: ObjectiveConfig) -> float:
@@ -376,8 +381,6 @@ def hidden_states(
     with view("clean" if config.dual else "noisy"), torch.set_grad_enabled(torch.is_grad_enabled() and not config.dual):
         see_BTT = dense_mask(config, clean, clean)
         clean_BTD = forward(text.ids_BT, text.positions_BT, cache=cache, see_BTA=see_BTT).last_hidden_BTD
-    if not rows.ids_BQ.shape[1]:
-        return clean_BTD, clean_BTD[:, :0]
     noisy = noisy_entries(rows, config, text.ids_BT.shape[1])
     with view("noisy"):
         see_BQS = dense_mask(config, noisy, joined(clean, noisy))

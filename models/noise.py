@@ -51,11 +51,12 @@ class Text:
 @dataclass
 class Copy:
     """One noisy copy of a text. `counted_BT`: tokens whose prediction is a loss; `level_BT`: fp64, the chance that each
-    was hidden."""
+    was hidden; `guess_BT`: what hidden tokens show in the mask's place."""
 
     hidden_BT: Tensor
     counted_BT: Tensor
     level_BT: Tensor
+    guess_BT: Tensor | None = None
 
 
 def runs(*fields_BT: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.strategies import STRATEGIES
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
-from draftsmith.models.block_diffusion import BlockDiffusion, CertaintyConfig, CertaintyForcing
+from draftsmith.models.block_diffusion import BlockDiffusion, CertaintyConfig, CertaintyForcing, ConversionConfig
 from draftsmith.models.diffusion import (
     PRESETS,
     ObjectiveConfig,
@@ -33,15 +34,19 @@ from draftsmith.models.diffusion import (
     noisy_entries,
 )  # fmt: skip
 from draftsmith.models.noise import Copy
+from draftsmith.models.on_policy import OnPolicy, OnPolicyConfig
 from draftsmith.models.pretrained import tiny_target
 
 OUT = TargetOut()
 
 
 def trained(
-    objective: ObjectiveConfig, certainty: CertaintyConfig | None = None, disturb: float = 0.2, **options: Any
+    objective: ObjectiveConfig,
+    config: CertaintyConfig | OnPolicyConfig | ConversionConfig | None = None,
+    disturb: float = 0.2,
+    **options: Any,
 ) -> Any:
-    """The module of a small target whose adapters are not zero."""
+    """The module of a small target whose adapters are not zero: which one, `config` says."""
     settings: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "kv_heads": 2, "vocab": 300, "tokens": 280}
     target = tiny_target(**settings | options)
     torch.manual_seed(1)
@@ -49,9 +54,11 @@ def trained(
     with torch.no_grad():
         for parameter in adapters.trained.parameters():
             parameter.add_(torch.randn_like(parameter) * disturb)
-    if certainty is not None:
-        return CertaintyForcing(objective, target, adapters, certainty)
-    return BlockDiffusion(objective, target, adapters)
+    if isinstance(config, CertaintyConfig):
+        return CertaintyForcing(objective, target, adapters, config)
+    if isinstance(config, OnPolicyConfig):
+        return OnPolicy(objective, target, adapters, config)
+    return BlockDiffusion(objective, target, adapters, config or ConversionConfig())
 
 
 def samples() -> list[Sample]:
@@ -83,12 +90,15 @@ def step(module: Any, batches: Sequence[Batch]) -> tuple[float, dict[str, Tensor
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-9)])
-@pytest.mark.parametrize("kind", [*PRESETS, "certainty", "certainty one"])
+@pytest.mark.parametrize("kind", [*PRESETS, "certainty", "certainty one", "guesses", "trajectory"])
 def test_batch_split_and_accumulation_change_nothing(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     """Loss relative to itself, gradients relative to the largest one."""
     if kind.startswith("certainty"):
         blocks: Any = "one" if "one" in kind else "all"
         module = trained(objective_of("fast_dllm_v2"), CertaintyConfig(blocks=blocks), dtype=dtype)
+    elif kind in ("guesses", "trajectory"):
+        policy: Any = OnPolicyConfig(second=kind, redundant=1.0)  # type: ignore[arg-type]
+        module = trained(objective_of("fast_dllm_v2"), policy, dtype=dtype)
     else:
         module = trained(objective_of(kind), dtype=dtype)
     a, b, c, d = samples()
@@ -163,6 +173,60 @@ def test_loss_by_hand(name: str) -> None:
             if batch.positions_BT[b, t] > 0:
                 ar, n = ar - float(log_q[b, t - 1, batch.ids_BT[b, t]]), n + 1
         assert counts["ar"] == n and float(terms.losses["ar"]) == pytest.approx(ar * module.objective.ar_weight)
+
+
+def test_a_curriculum_goes_through_its_blocks() -> None:
+    """A third of the budget each; what is decoded, and held-out figures, have the last size."""
+    module = trained(PRESETS["idlm"], ConversionConfig(curriculum=(1, 2, 3)))
+    batch = make_batch([samples()], 42, 7, 1)
+    by_size = [trained(replace(PRESETS["idlm"], block=size)) for size in (1, 2, 3)]
+    for progress, size in ((0.0, 1), (0.33, 1), (0.34, 2), (0.66, 2), (0.67, 3), (1.0, 3)):
+        alone = by_size[size - 1]
+        assert module.denominators(batch, progress) == alone.denominators(batch, 0.0)
+        with torch.no_grad():
+            found, wanted = module(batch, OUT, progress), alone(batch, OUT, 0.0)
+        assert {n: float(x) for n, x in found.losses.items()} == {n: float(x) for n, x in wanted.losses.items()}
+    losses = [float(alone(batch, OUT, 0.0).losses["hidden"]) for alone in by_size]
+    assert len(set(losses)) == 3 and module.objective.block == 3
+    with pytest.raises(ValueError, match=r"curriculum = 1, 2 does not end with objective\.block = 3"):
+        trained(PRESETS["idlm"], ConversionConfig(curriculum=(1, 2)))
+    with pytest.raises(ValueError, match=r"objective\.block = 0"):
+        trained(PRESETS["idlm"], ConversionConfig(curriculum=(0, 3)))
+
+
+def test_a_diffusion_model_teaches_itself() -> None:
+    """D2F by hand: the teacher reads the same noisy text without adapters, each document seeing all of itself; a hidden
+    token's loss is the cross-entropy with its whole distribution, over the chance that it was hidden."""
+    plain = trained(objective_of("d2f"), dtype=torch.float64)
+    target, adapters, teacher = plain.passes.target, plain.passes.adapters, ConversionConfig(labels="teacher")
+    with pytest.raises(ValueError, match="has no mask token of its own"):
+        BlockDiffusion(plain.objective, target, adapters, teacher)
+    eos = target.tokenizer.eos_token_id
+    target.tokenizer = SimpleNamespace(mask_token_id=adapters.mask_id, eos_token_id=eos)
+    module = BlockDiffusion(plain.objective, target, adapters, teacher)
+    batch = make_batch([samples()[:2], samples()[2:]], 30, 7, 1)
+    _, rows = module.passes.rows(batch)
+    alike_BQQ = rows.document_BQ[:, :, None] == rows.document_BQ[:, None]
+    with torch.no_grad():
+        states = target.forward(rows.ids_BQ, rows.position_BQ, see_BTA=alike_BQQ)
+        p_BQV = target.head(states.last_hidden_BTD).softmax(-1)
+        log_q_BQV = target.head(module.passes.run(*module.passes.rows(batch))[1]).log_softmax(-1)
+    total = 0.0
+    for b, q in (rows.label_BQ >= 0).nonzero().tolist():
+        total -= float((p_BQV[b, q] * log_q_BQV[b, q]).sum() * rows.weight_BQ[b, q])
+    loss = module(batch, OUT, 0.0).losses["hidden"]
+    assert float(loss) == pytest.approx(total, rel=1e-6)  # weights are fp32
+    loss.backward()
+    grads = [p.grad for p in module.parameters()]
+    assert all(g is not None and float(g.abs().sum()) > 0 for g in grads)
+    assert not any(p.grad is not None for n, p in target.named_parameters() if "lora" not in n)
+    assert float(plain(batch, OUT, 0.0).losses["hidden"]) != pytest.approx(total, rel=1e-2)
+    for changes, words in (({"layout": "whole"}, "needs layout=single"), ({"layout": "pair"}, "needs layout=single")):
+        with pytest.raises(ValueError, match=words):
+            teacher.check(replace(plain.objective, **changes), adapters.config)
+    for config, words in ((AdapterConfig(kind="full"), "kind=lora"), (AdapterConfig(mask="new"), "knows no such mask")):
+        with pytest.raises(ValueError, match=words):
+            teacher.check(plain.objective, config)
 
 
 @pytest.mark.parametrize("blocks", ["all", "one"])

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from diffusion_worker import CASES, every_case
 from safetensors.torch import load_file, save_file
-from test_distributed import accelerate
+from test_distributed import accelerate, facts, losses, same_bits
 
 from draftsmith.configs.diffusion import read_config
 from draftsmith.configs.parse import UsageError, to_yaml
@@ -29,7 +30,7 @@ from draftsmith.train import convert_block_diffusion, distill_certainty
 ROOT = Path(__file__).resolve().parent.parent
 CONVERT = ["--config", str(ROOT / "configs/convert_quick.yaml")]
 CERTAINTY = ["--config", str(ROOT / "configs/certainty_quick.yaml")]
-METHODS = ("block_diffusion", "certainty")
+METHODS = ("block_diffusion", "certainty", "on_policy")
 SHORT = ["data.limit=6", "data.max_length=128", "batch.row_length=128", "batch.rows=1", "evaluate.conversations=2"]
 
 
@@ -83,6 +84,14 @@ def test_wrong_requests_are_refused_by_name() -> None:
             "objective.block: the adapters in init_from bring",
         ),
         (["init_from=x", "adapters.rank=3", "budget.steps=1"], "block_diffusion", "adapters.rank: the adapters"),
+        (
+            ["init_from=x", "method=on_policy", "objective.block=3", "budget.steps=1"],
+            "on_policy",
+            "objective.block: the",
+        ),
+        (["preset=idlm", "conversion.curriculum=1,2", "budget.steps=1"], "block_diffusion", "does not end with"),
+        (["conversion.labels=teacher", "budget.steps=1"], "block_diffusion", "needs layout=single"),
+        (["on_policy.level=0", "budget.steps=1"], "on_policy", "level must lie in"),
         ([], "block_diffusion", "no budget"),
     ):
         with pytest.raises((UsageError, ValueError), match=words):
@@ -134,13 +143,14 @@ def test_a_conversion_goes_on_under_another_objective(converted: Path, tmp_path:
     assert written["config"]["adapters"]["rank"] == 4 and written["config"]["adapters"]["mask"] == "new"
 
 
-@pytest.mark.parametrize("kind", ["convert", "certainty"])
+@pytest.mark.parametrize("kind", ["convert", "certainty", "on_policy"])
 def test_a_resume_is_exact_to_the_bit(kind: str, converted: Path, tmp_path: Path) -> None:
     """Six steps, and three and three more, in the middle of an epoch and of a schedule; with dropout."""
     main: Callable[..., int] = convert_block_diffusion.main
     argv = [*CONVERT, *SHORT, "adapters.dropout=0.1", "batch.accumulate=2"]
-    if kind == "certainty":
-        main, argv = distill_certainty.main, [*CERTAINTY, *SHORT, f"init_from={converted / 'export'}"]
+    if kind != "convert":
+        main = distill_certainty.main
+        argv = [*CERTAINTY, *SHORT, f"method={kind}", f"init_from={converted / 'export'}"]
     argv += ["budget.steps=6", "evaluate.every=100"]
     assert main([*argv, f"run={tmp_path / 'one'}"]) == 0
     assert main([*argv, f"run={tmp_path / 'two'}", "budget.stop_at=3"]) == 0
@@ -174,6 +184,33 @@ def test_two_processes_under_zero2(converted: Path, tmp_path: Path) -> None:
         assert tensors[0].keys() == tensors[1].keys()
         held = [lines(run, "heldout")[-1]["hidden_loss"] for run in (one, two)]
         assert held[0] == pytest.approx(held[1], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of `every_case` with one process (this one) and with two, by DDP."""
+    one, two = tmp_path_factory.mktemp("world1"), tmp_path_factory.mktemp("world2")
+    every_case(one)
+    args = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    worker = str(ROOT / "tests/diffusion_worker.py")
+    result = accelerate(*args, "--dynamo_backend", "no", worker, str(two), ACCELERATE_USE_CPU="true")
+    assert result.returncode == 0, result.stderr[-4000:]
+    return one, two
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_number_of_processes_changes_nothing(name: str, worlds: tuple[Path, Path]) -> None:
+    """In fp32, within 1e-6: the loss relative to itself, gradients relative to the largest one."""
+    one, two = (world / name for world in worlds)
+    assert [facts(folder, 0)["world"] for folder in (one, two)] == [1, 2]
+    assert len(losses(one)) == 1 and losses(two) == pytest.approx(losses(one), rel=1e-6)
+    wanted, found = (load_file(folder / "rank0.safetensors") for folder in (one, two))
+    assert wanted.keys() == found.keys() and same_bits(two / "rank0.safetensors", two / "rank1.safetensors")
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    if name in ("sdar", "bd3lm", "wedlm", "d2f"):  # weights of up to 1000 in one sum cost digits
+        largest *= 3
+    for key, grad in wanted.items():
+        torch.testing.assert_close(found[key], grad, rtol=0, atol=1e-6 * largest)
 
 
 # What is refused

@@ -65,6 +65,28 @@ def test_values_and_gradients(temperature: float | None, learns: bool, softcap: 
         assert not head_rows(head, hidden_RD, label_R, temperature=temperature).ce_R.requires_grad
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_teacher_gives_soft_labels(learns: bool) -> None:
+    torch.manual_seed(0)
+    hidden_RD = torch.randn(R, D, dtype=torch.float64, requires_grad=True)
+    teacher_RD = torch.randn(R, D, dtype=torch.float64, requires_grad=True)
+    weight_VD = torch.randn(V, D, dtype=torch.float64, requires_grad=learns)
+    label_R, weigh_R = torch.randint(V, (R,)), torch.rand(R, dtype=torch.float64)
+    head = head_of(weight_VD, None, None)
+    inputs = [hidden_RD, weight_VD] if learns else [hidden_RD]
+    with torch.no_grad():
+        p_RV = head(teacher_RD).exp() / head(teacher_RD).exp().sum(-1, keepdim=True)
+    ce_R = -(p_RV * (head(hidden_RD).exp() / head(hidden_RD).exp().sum(-1, keepdim=True)).log()).sum(-1)
+    wanted = torch.autograd.grad((ce_R * weigh_R).sum(), inputs)
+    for chunk in (4, 100):
+        rows = head_rows(head, hidden_RD, label_R, teacher_RD=teacher_RD, head_learns=learns, chunk=chunk)
+        torch.testing.assert_close(rows.ce_R, ce_R, rtol=0, atol=1e-12)
+        found = torch.autograd.grad((rows.ce_R * weigh_R).sum(), [*inputs, teacher_RD], allow_unused=True)
+        assert found[-1] is None
+        for got, want in zip(found[:-1], wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
 def test_no_rows_and_half_precision() -> None:
     head = head_of(torch.randn(V, D, dtype=torch.bfloat16), None, None)
     hidden_RD = torch.randn(R, D, dtype=torch.bfloat16, requires_grad=True)

@@ -34,7 +34,7 @@ def build(config: DiffusionConfig, target: Target) -> tuple[DiffusionConfig, Blo
     else:
         adapters = load_adapters(config.init_from, target).adapters
         config = replace(config, adapters=adapters.config)
-    return config, BlockDiffusion(config.objective, target, adapters), adapters
+    return config, BlockDiffusion(config.objective, target, adapters, config.conversion), adapters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
