@@ -14,6 +14,7 @@ from ..data.sources import DataConfig
 from ..models.adapters import AdapterConfig
 from ..models.block_diffusion import CertaintyConfig
 from ..models.diffusion import PRESETS, ObjectiveConfig
+from ..models.quantize import Quantize, check_quantize
 from .parse import UsageError, keys_of, nearest, parse, read_recipe, split_tokens
 from .training import (
     BatchConfig,
@@ -37,6 +38,8 @@ class DiffusionConfig:
     """Set by the script."""
     target: TargetConfig = field(default_factory=TargetConfig)
     """The autoregressive model that is converted (certainty forcing: that was)."""
+    quantize: Quantize = "none"
+    """How the frozen weights are held: as they are; `nf4` or `int8` (package bitsandbytes), `int8_weight` (torchao)."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training conversations; for certainty forcing, answers of the model's own."""
     init_from: str | None = None
@@ -111,6 +114,7 @@ def read_config(argv: Sequence[str], prog: str, method: str, extra: Mapping[str,
     )
     if config.method != method:
         raise UsageError(f"method={config.method}: this script is for {method}")
+    check_quantize(config.quantize)
     if config.init_from is not None:
         refuse_what_adapters_bring(config, said)
     check_run(config)

@@ -3,7 +3,8 @@
     ./launch.sh train/distill_certainty.py --config configs/certainty_smollm2.yaml init_from=runs/convert_smollm2/export
     accelerate launch train/distill_certainty.py --config configs/certainty_smollm2.yaml init_from=runs/.../export
 
-`data` should be answers of the model's own. Adapters, block, shift and layout are those of `init_from`; a model that
+`data` should be answers of the model's own (`draftsmith rollout --adapters FOLDER`); those that were written with
+`--order true` may be hidden in the order in which they were decided (`certainty.order=stored`). Adapters, block, shift and layout are those of `init_from`; a model that
 denoises by itself (layouts single and whole) may be named as the target instead, with a `preset` or `objective.*`.
 Leaves a run folder as `convert_block_diffusion.py` does. Tests: `pytest tests/test_convert_diffusion.py`.
 """
