@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,4 +151,7 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"settings: {pair!r} has no value that can be read") from None
         if isinstance(found[name], list):
             found[name] = tuple(found[name])
+        if isinstance(found[name], str):
+            with suppress(ValueError):  # 1e-3, which YAML takes for a text
+                found[name] = float(value)
     return found

@@ -45,7 +45,8 @@ class CertaintyConfig:
     temperature: float = 0.5
     """Temperature of the entropy, and of nothing else (dParallel: 0.5)."""
     level: float = 0.5
-    """Share of the tokens that the first copy hides; the second hides the others (dParallel: 0.5)."""
+    """Share of the tokens that the first copy hides; the second hides the others (dParallel: 0.5). With a stored order: the
+    lowest share of a block."""
     order: Literal["drawn", "stored"] = "drawn"
     """What a block hides: tokens drawn by lot, in two complementary copies (dParallel); or, in one copy, those that the
     stored order of decoding says came last, at a level drawn between `level` and 1 (after d3LLM, arXiv:2601.07568)."""

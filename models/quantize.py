@@ -30,8 +30,9 @@ class Quantized:
     fingerprint: str
 
 
-def check_quantize(kind: str) -> None:
-    """Raises ValueError for an unknown kind, and one whose package is not installed."""
+def check_quantize(kind: str, device: str | torch.device | None = None) -> None:
+    """Raises ValueError for an unknown kind, one whose package is not installed, and nf4 on a CPU, whose kernels are for
+    inference: gradients get lost in them without an error."""
     if kind != "none" and kind not in PACKAGE:
         raise ValueError(f"quantize = {kind!r}: use one of none, {', '.join(PACKAGE)}")
     if kind != "none" and importlib.util.find_spec(PACKAGE[kind]) is None:
@@ -39,6 +40,8 @@ def check_quantize(kind: str) -> None:
             f"quantize = {kind} needs the package {PACKAGE[kind]}, which is not installed: pip install {PACKAGE[kind]}, or "
             "quantize=none"
         )
+    if kind == "nf4" and device is not None and torch.device(device).type == "cpu":
+        raise ValueError("quantize = nf4 trains on a GPU alone: on a CPU bitsandbytes loses gradients; use int8_weight")
 
 
 def quantization_config(kind: str, dtype: torch.dtype) -> Any:

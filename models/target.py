@@ -341,7 +341,7 @@ def load_target(
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
-    check_quantize(quantize)
+    check_quantize(quantize, device)
     if quantize != "none" and (name == "tiny" or name.endswith(".gguf")):
         raise ValueError(
             f"quantize = {quantize}: target {name!r} is made in memory; name a folder or hub id, or quantize=none"

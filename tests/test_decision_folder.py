@@ -24,6 +24,7 @@ from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.exporters.folder import sha256_of
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.rollout import RolloutConfig, run_rollout
+from draftsmith.inference.strategies import strategy_of
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.decision_heads import (
@@ -103,7 +104,10 @@ def test_dependent_places_are_not_decided_together(taught: Path) -> None:
     denoiser = ScriptedDenoiser(rule, BLOCK)
     strategy, _ = strategy_beside(taught, denoiser, "independent", {"bound": 0.4})
     (result,) = diffuse(denoiser, [[1]], PARAMS, DiffuseConfig(strategy))
-    assert result.ids == [1, 2, 3, 4] and result.order == [1, 2, 1, 2]
+    assert result.ids == [1, 2, 3, 4] and result.order is not None
+    assert sorted(result.order[:2]) == sorted(result.order[2:]) == [1, 2]
+    (result,) = diffuse(denoiser, [[1]], PARAMS, DiffuseConfig(strategy_of("threshold")))
+    assert result.order == [1, 1, 1, 1]  # all of them are sure
 
 
 def test_heads_of_another_model_or_damaged_ones_are_refused(taught: Path, tmp_path: Path) -> None:

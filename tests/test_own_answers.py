@@ -234,11 +234,11 @@ def test_hidden_is_what_the_last_passes_decided(padding: Any, blocks: Any, level
                 else:
                     assert hidden == (set(places) if number > min(counted) else set())
         assert not (copy.hidden_BT & ~text.hideable_BT).any()
-    assert partly
+    assert partly or level > 0.1
 
 
 def test_fill_is_decided_with_the_end() -> None:
-    objective = replace(certainty_objective(ObjectiveConfig(block=4, padding="train"), CertaintyConfig(order="stored")))
+    objective = certainty_objective(ObjectiveConfig(block=4, padding="train"), CertaintyConfig(order="stored"))
     batch = collate(samples_of())
     text = cut(batch, objective, 2, (2,))
     assert text.order_BT is not None and batch.order_BT is not None

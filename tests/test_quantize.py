@@ -46,7 +46,9 @@ def test_what_cannot_be_rounded_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
     for name in ("tiny", "model.gguf"):
         with pytest.raises(ValueError, match="name a folder or hub id"):
-            load_target(name, quantize="nf4")
+            load_target(name, quantize="int8")
+    with pytest.raises(ValueError, match="nf4 trains on a GPU alone"):
+        load_target("smollm2", quantize="nf4")
 
 
 def test_rounded_weights_are_not_merged_and_not_trained() -> None:
@@ -76,15 +78,18 @@ def step(target: Target, adapters: Adapters) -> dict[str, torch.Tensor]:
     trained = BlockDiffusion(OBJECTIVE, target, adapters)
     dice = torch.Generator().manual_seed(0)
     sample = Sample(0, torch.randint(3, 250, (16,), generator=dice), torch.arange(16) >= 3)
-    trained(collate([sample]), TargetOut(), 0.0).losses["hidden"].backward()
+    trained(collate([sample]).to(target.device), TargetOut(), 0.0).losses["hidden"].backward()
     return {n: p.grad.clone() for n, p in trained.named_parameters() if p.grad is not None}
 
 
-def disturbed(adapters: Adapters) -> Adapters:
+def disturbed(config: AdapterConfig, target: Target) -> Adapters:
+    """The same adapters on every target, some way off zero."""
+    torch.manual_seed(0)
+    adapters = Adapters(config, target)
     dice = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in adapters.trained.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=dice))
+            p.add_(0.1 * torch.randn(p.shape, generator=dice).to(p.device))
     return adapters
 
 
@@ -94,10 +99,14 @@ def test_adapters_learn_on_rounded_weights_and_merge_into_full_ones(
 ) -> None:
     if importlib.util.find_spec(PACKAGE[kind]) is None:
         pytest.skip(f"{PACKAGE[kind]} is not installed")
-    full, rounded = load_target(str(folder), dtype="float32"), load_target(str(folder), dtype="float32", quantize=kind)
+    if kind == "nf4" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    full = load_target(str(folder), dtype="float32", device=device)
+    rounded = load_target(str(folder), dtype="float32", device=device, quantize=kind)
     assert rounded.facts == full.facts and (rounded.quantized, full.quantized) == (kind, "none")
     assert torch.equal(rounded.head_weight, full.head_weight) and torch.equal(rounded.embed_weight, full.embed_weight)
-    ids_BT, places_BT = torch.arange(5, 21)[None], torch.arange(16)[None]
+    ids_BT, places_BT = (torch.arange(n, n + 16, device=device)[None] for n in (5, 0))
 
     def states(target: Target) -> torch.Tensor:
         with torch.no_grad():
@@ -107,10 +116,10 @@ def test_adapters_learn_on_rounded_weights_and_merge_into_full_ones(
     off = float((before - exact).norm() / exact.norm())
     assert 1e-4 < off < (0.4 if kind == "nf4" else 0.1)
     config = AdapterConfig(rank=2, mask="new")
-    mine = disturbed(Adapters(config, rounded))
+    mine = disturbed(config, rounded)
     assert torch.equal(states(rounded), before)  # adapters off: the rounded base, bit for bit
     grads = step(rounded, mine)
-    wanted = step(full, disturbed(Adapters(config, full)))
+    wanted = step(full, disturbed(config, full))
     assert grads.keys() == wanted.keys() == dict(BlockDiffusion(OBJECTIVE, rounded, mine).named_parameters()).keys()
     a, b = (torch.cat([g[n].flatten() for n in sorted(g)]) for g in (grads, wanted))
     assert bool(a.isfinite().all()) and float(torch.cosine_similarity(a, b, dim=0)) > (0.8 if kind == "nf4" else 0.97)
@@ -118,7 +127,7 @@ def test_adapters_learn_on_rounded_weights_and_merge_into_full_ones(
     export = save_adapters(tmp_path / "export", "block_diffusion", OBJECTIVE, mine, RunFacts())
     with pytest.raises(ValueError, match=f"quantize={kind}"):
         mine.merged()
-    again = load_adapters(str(export), load_target(str(folder), dtype="float32")).adapters
+    again = load_adapters(str(export), load_target(str(folder), dtype="float32", device=device)).adapters
     for name, p in again.trained.named_parameters():
         assert torch.equal(p, dict(mine.trained.named_parameters())[name])
     state = again.merged()
