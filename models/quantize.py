@@ -12,8 +12,8 @@ Test: pytest tests/test_quantize.py (the rounding itself only where a package is
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -35,7 +35,7 @@ def check_quantize(kind: str, device: str | torch.device | None = None) -> None:
     inference: gradients get lost in them without an error."""
     if kind != "none" and kind not in PACKAGE:
         raise ValueError(f"quantize = {kind!r}: use one of none, {', '.join(PACKAGE)}")
-    if kind != "none" and importlib.util.find_spec(PACKAGE[kind]) is None:
+    if kind != "none" and find_spec(PACKAGE[kind]) is None:
         raise ValueError(
             f"quantize = {kind} needs the package {PACKAGE[kind]}, which is not installed: pip install {PACKAGE[kind]}, or "
             "quantize=none"

@@ -31,6 +31,7 @@ from draftsmith.models.block_diffusion import CertaintyConfig, CertaintyForcing,
 from draftsmith.models.diffusion import PRESETS, ObjectiveConfig
 from draftsmith.models.noise import corrupt, cut
 from draftsmith.models.pretrained import tiny_target
+from draftsmith.train import distill_certainty
 from draftsmith.train.diffusion_run import refuse_without_order
 
 # The order of decoding
@@ -297,3 +298,22 @@ def test_stored_order_trains_alike_in_every_batch(name: str) -> None:
         assert value == pytest.approx(found[0][0], rel=1e-9)
         for grad, wanted in zip(grads, found[0][1], strict=True):
             torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-9 * max(1.0, float(wanted.abs().max())))
+
+
+def test_certainty_forcing_on_own_answers(export: Path, tmp_path: Path) -> None:
+    """From the command that writes answers to the script that learns from them; answers without their order are refused
+    before anything is written."""
+    out = tmp_path / "own.jsonl"
+    denoiser = load_adapters(str(export), tiny_target()).denoiser()
+    talks = [ask(i) for i in range(6)]
+    decode, params = DiffuseConfig(STRATEGIES["threshold"]), SamplingParams(max_new_tokens=20)
+    rollout_denoiser(denoiser, talks, out, params, decode, made_by={}, order=True)
+    recipe = Path(__file__).resolve().parent.parent / "configs/certainty_quick.yaml"
+    argv = ["--config", str(recipe), f"init_from={export}", "budget.steps=2", "certainty.order=stored"]
+    assert distill_certainty.main([*argv, f"data.source={out}", f"run={tmp_path / 'run'}"]) == 0
+    steps = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    losses = [x["loss"] for x in steps if x["kind"] == "train"]
+    assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
+    with pytest.raises(ValueError, match="do not say in which order they were decided"):
+        distill_certainty.main([*argv, f"run={tmp_path / 'other'}"])
+    assert not (tmp_path / "other/run.yaml").exists()

@@ -32,7 +32,7 @@ OBJECTIVE = replace(PRESETS["sdar"], block=4)
 @pytest.mark.parametrize("kind", PACKAGE)
 def test_a_missing_package_is_named(kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In one line, before anything is loaded, by the function and by the script's settings."""
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"quantize = {kind} needs the package {PACKAGE[kind]}") as refused:
         load_target(str(tmp_path / "nowhere"), quantize=kind)
     assert "\n" not in str(refused.value)
@@ -43,7 +43,7 @@ def test_a_missing_package_is_named(kind: Any, monkeypatch: pytest.MonkeyPatch, 
 def test_what_cannot_be_rounded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'int3': use one of none, nf4, int8, int8_weight"):
         load_target("tiny", quantize="int3")  # type: ignore[arg-type]
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
     for name in ("tiny", "model.gguf"):
         with pytest.raises(ValueError, match="name a folder or hub id"):
             load_target(name, quantize="int8")
