@@ -15,6 +15,7 @@ from ..models.adapters import AdapterConfig
 from ..models.block_diffusion import CertaintyConfig, ConversionConfig
 from ..models.diffusion import PRESETS, ObjectiveConfig
 from ..models.on_policy import OnPolicyConfig
+from ..models.quantize import Quantize, check_quantize
 from .parse import UsageError, keys_of, nearest, parse, read_recipe, split_tokens
 from .training import (
     BatchConfig,
@@ -38,6 +39,8 @@ class DiffusionConfig:
     """Set by the script; `on_policy` is the other training of `train/distill_certainty.py`."""
     target: TargetConfig = field(default_factory=TargetConfig)
     """The autoregressive model that is converted (certainty forcing: that was)."""
+    quantize: Quantize = "none"
+    """How the frozen weights are held: as they are; `nf4` or `int8` (package bitsandbytes), `int8_weight` (torchao)."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training conversations; for certainty forcing and on-policy training, answers of the model's own."""
     init_from: str | None = None
@@ -117,6 +120,7 @@ def read_config(argv: Sequence[str], prog: str, *methods: str) -> DiffusionConfi
     )
     if config.method not in methods:
         raise UsageError(f"method={config.method}: this script is for {' and '.join(methods)}")
+    check_quantize(config.quantize)
     if config.init_from is not None:
         refuse_what_adapters_bring(config, said)
     if config.method == "block_diffusion":

@@ -69,6 +69,8 @@ class Canvas:
         self.stops_BV = torch.zeros(b, denoiser.facts.vocab, dtype=torch.bool, device=device)
         for row, request in enumerate(requests):
             self.stops_BV[row, sorted(request.eos_ids | request.stop_ids)] = True
+        self.when_BS = torch.full_like(self.ids_BS, -1)  # the denoising pass that decided the place
+        self.now_B = torch.zeros_like(self.prompt_B)
         self.soft_BS = torch.zeros(b, s, dtype=torch.float64, device=device)
         self.soft_ids_BS = self.ids_BS.clone()
         if denoiser.origin == "document":
@@ -158,6 +160,8 @@ class Canvas:
 
     def put(self, place_BX: Tensor, ids_BX: Tensor, where_BX: Tensor) -> None:
         """Decide places."""
+        when_BX = torch.where(where_BX, self.now_B[:, None], self.when_BS.gather(1, place_BX))
+        self.when_BS.scatter_(1, place_BX, when_BX)
         ids_BX = torch.where(where_BX, ids_BX, self.ids_BS.gather(1, place_BX))
         self.ids_BS.scatter_(1, place_BX, ids_BX)
         self.masked_BS.scatter_(1, place_BX, self.masked_BS.gather(1, place_BX) & ~where_BX)
@@ -191,6 +195,7 @@ class Canvas:
     def wrote(self, window: Window) -> Tensor:
         """A pass has run its window. bool [B]: rows whose first open place is free now, said by the last finished row."""
         self.begun_B = self.begun_B | window.runs_B
+        self.now_B = self.now_B + (window.runs_B & ~window.kv_B)
         self.settled_B = torch.where(window.kept_B, self.start_B, self.settled_B)
         masked_B = self.masked_BS.gather(1, self.start_B[:, None])[:, 0]
         return window.kept_B & masked_B & self.denoiser.shift

@@ -149,7 +149,8 @@ class Result:
     """One finished request. `ids` include the end-of-sequence or stop id that ended it, `text` does not; it is cut
     before a stop string. `from_draft`: per id, whether a drafted token was accepted there. `logprobs`: of the model's
     own distribution (no temperature, no truncation), None unless asked for; `logits`: [ids, V] rows that the ids were
-    chosen from, None unless asked for. `passes`: of a denoiser, else None."""
+    chosen from, None unless asked for. Of a denoiser, else None: `passes`; `order`, per id the number of the denoising
+    pass that decided it (0: the prompt's)."""
 
     ids: list[int]
     text: str
@@ -159,6 +160,7 @@ class Result:
     stats: Stats
     logits: Tensor | None = None
     passes: Passes | None = None
+    order: list[int] | None = None
 
 
 class Detokenizer:
@@ -286,7 +288,9 @@ class Request:
             self.stop_reason = "stop_string"
         return out
 
-    def result(self, logits: Tensor | None = None, passes: Passes | None = None) -> Result:
+    def result(
+        self, logits: Tensor | None = None, passes: Passes | None = None, order: list[int] | None = None
+    ) -> Result:
         """The finished request."""
         assert self.stop_reason is not None
         text = self.text
@@ -294,4 +298,4 @@ class Request:
             ids = self.ids[:-1] if self.stop_reason in ("eos", "stop_id") else self.ids
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
         logprobs = self.logprobs if self.params.logprobs else None
-        return Result(self.ids, text, self.stop_reason, self.from_draft, logprobs, self.stats, logits, passes)
+        return Result(self.ids, text, self.stop_reason, self.from_draft, logprobs, self.stats, logits, passes, order)

@@ -159,7 +159,8 @@ def diffuse(
             for event in batch.step():
                 if on_event is not None:
                     on_event(event)
-        results += [r.result(passes=p) for r, p in zip(requests, batch.passes, strict=True)]
+        each_order = batch.orders()
+        results += [r.result(passes=p, order=o) for r, p, o in zip(requests, batch.passes, each_order, strict=True)]
     return results
 
 
@@ -223,6 +224,11 @@ class _Batch:
                 self.requests
             )
         return self._events()
+
+    def orders(self) -> list[list[int]]:
+        """Per request and answered token, the pass that decided it (`Result.order`)."""
+        rows = zip(self.canvas.when_BS.tolist(), self.requests, strict=True)
+        return [when[len(r.prompt) : len(r.prompt) + len(r.ids)] for when, r in rows]
 
     def _forward(self, window: Window) -> Tensor:
         """Run the window of every branch: last hidden states [B, G, T, D]."""

@@ -52,6 +52,7 @@ class SelfVerifying:
             self.stops_BV[row, sorted(request.eos_ids | request.stop_ids)] = True
         self.cache = denoiser.new_cache(rows, slots)
         self.passes = [Passes() for _ in requests]
+        self.rounds: list[list[int]] = [[] for _ in requests]
         self.begun = False
 
     @torch.no_grad()
@@ -70,6 +71,10 @@ class SelfVerifying:
         if bool((live_B & ~taken_B).any()):
             target_BM, count_B = self._verify(token_BK, size_B, live_B & ~taken_B)
         return self._commit(token_BK, size_B, target_BM, count_B, taken_B, live_B)
+
+    def orders(self) -> list[list[int]]:
+        """Per request and answered token, the draft pass of its round."""
+        return [rounds[: len(r.ids)] for rounds, r in zip(self.rounds, self.requests, strict=True)]
 
     def _prefill(self) -> None:
         """All of the prompt but its last token."""
@@ -167,6 +172,7 @@ class SelfVerifying:
             kept = sizes[row] if taken[row] else counts[row]
             tokens = drafts[row][:kept] if taken[row] else [*drafts[row][:kept], targets[row][kept]]
             events.append(request.commit(tokens, kept))
+            self.rounds[row] += [self.passes[row].denoise] * len(tokens)
             request.stats.rule = "s2d2" if self.verify.route is None else "s2d2, routed (lossy)"
             self.ids_BS[row, known[row] : known[row] + len(tokens)] = torch.tensor(tokens, device=self.device)
             known[row] += len(tokens)

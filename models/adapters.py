@@ -112,6 +112,11 @@ class Adapters:
             raise ValueError(f"target {target.facts.name} has adapters already: load it anew, or merge them first")
         if config.kind == "full" and dual:
             raise ValueError("objective.dual keeps the target as it is for clean rows: set adapters.kind=lora")
+        if config.kind == "full" and target.quantized != "none":
+            raise ValueError(
+                f"adapters.kind=full trains the weights themselves, and these are rounded (quantize={target.quantized}): load "
+                "them with quantize=none, or set adapters.kind=lora"
+            )
         if config.kind == "full" and target.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"adapters.kind=full trains the weights themselves: load them in float32, not {target.dtype}"
@@ -199,11 +204,16 @@ class Adapters:
 
         The mask's row is written into the embedding; a tied head holds it too then, and gains a logit that must never
         be emitted. A new id adds one row to the embedding, and to an untied head (zeros), so that both keep one size.
-        Raises ValueError for `dual`, whose clean rows have no adapters.
+        Raises ValueError for `dual`, whose clean rows have no adapters, and for rounded weights.
         """
         if self.dual:
             raise ValueError("dual adapters act on noisy rows alone: merged weights would change the clean ones too; "
                              "export the adapters")  # fmt: skip
+        if self.target.quantized != "none":
+            raise ValueError(
+                f"the base is rounded (quantize={self.target.quantized}): merged, its rounding errors would stay for good; "
+                "load it with quantize=none, put the exported adapters into it, and merge there"
+            )
         state: dict[str, Tensor] = {}
         for name, tensor in self.target.model.state_dict().items():
             if ".lora_" not in name:

@@ -8,7 +8,7 @@ target happens inside `loss`, so no states are captured and none are asked for.
                       allows it an autoregressive one beside it; by choice with a diffusion model's own soft labels,
                       or through blocks of growing size
     CertaintyForcing  dParallel (arXiv:2509.26488): losses/certainty.py on two complementary copies of the
-                      model's own answers
+                      model's own answers, or on states that its decoding of them went through (`order: stored`)
 
 In a block-causal pair every block has the text before it clean and nothing after it, which is what dParallel's
 semi-autoregressive masking makes of one block per sample: here all blocks are trained in one pass (`schedule:
@@ -46,7 +46,11 @@ class CertaintyConfig:
     temperature: float = 0.5
     """Temperature of the entropy, and of nothing else (dParallel: 0.5)."""
     level: float = 0.5
-    """Share of the tokens that the first copy hides; the second hides the others (dParallel: 0.5)."""
+    """Share of the tokens that the first copy hides; the second hides the others (dParallel: 0.5). With a stored order: the
+    lowest share of a block."""
+    order: Literal["drawn", "stored"] = "drawn"
+    """What a block hides: tokens drawn by lot, in two complementary copies (dParallel); or, in one copy, those that the
+    stored order of decoding says came last, at a level drawn between `level` and 1 (after d3LLM, arXiv:2601.07568)."""
     blocks: Literal["all", "one"] = "all"
     """Blocks of a text that are trained per epoch; `one`, a random one, is the paper's (needed where blocks see what
     follows: layouts single and whole)."""
@@ -96,6 +100,11 @@ def certainty_objective(base: ObjectiveConfig, config: CertaintyConfig) -> Objec
     """A model's own objective with the noise of certainty forcing."""
     if config.blocks == "all" and base.layout != "pair":
         raise ValueError(f"certainty.blocks = all hides the text before a block in layout {base.layout}: set it to one")
+    if config.order == "stored":
+        return replace(
+            base, scope="block", schedule="uniform" if config.blocks == "all" else "semi_ar", complementary=False,
+            levels=(config.level, 1.0), draw="latest", weight="none", normalise="hidden", ar_weight=0.0,
+        )  # fmt: skip
     return replace(
         base, scope="sample", schedule="uniform" if config.blocks == "all" else "semi_ar", complementary=True,
         levels=(config.level, config.level), draw="independent", weight="none", normalise="hidden", ar_weight=0.0,

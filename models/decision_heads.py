@@ -11,6 +11,8 @@ and `independent` (inference/strategies.py):
 
     strategy_of("learned", {"filter": filter}); strategy_of("independent", {"pairs": pairs})
 
+Trained by train/fit_decision_heads.py, kept beside the adapters (inference/decision_folder.py).
+
 Test: pytest tests/test_decision_heads.py
 """
 
@@ -26,6 +28,42 @@ from torch import Tensor, nn
 from .block_diffusion import Passes
 from .diffusion import Rows
 from .drafter import Batch
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """The filter and its training, on all blocks at once."""
+
+    width: int = 32
+    """Width of its inner layer (about 2,000 weights for blocks of 32, as Learn2PD's)."""
+    steps: int = 300
+    """Steps of Adam (ours)."""
+    rate: float = 1e-2
+    """Learning rate (ours)."""
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.steps < 1 or self.rate <= 0:
+            raise ValueError(
+                f"filter: width, steps and rate must be positive, got {self.width}, {self.steps}, {self.rate}"
+            )
+
+
+@dataclass(frozen=True)
+class PairsConfig:
+    """The predictor of pairs and its training, on all blocks at once."""
+
+    rank: int = 32
+    """Rank of the bilinear form (ours)."""
+    steps: int = 300
+    """Steps of Adam (ours)."""
+    rate: float = 3e-3
+    """Learning rate (ours)."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.steps < 1 or self.rate <= 0:
+            raise ValueError(
+                f"pairs: rank, steps and rate must be positive, got {self.rank}, {self.steps}, {self.rate}"
+            )
 
 
 class UnmaskFilter(nn.Module):
@@ -143,7 +181,9 @@ def observe(passes: Passes, batch: Batch) -> Blocks:
     return Blocks(open_UC, spread(chance_R), spread(right_R), spread(hidden_RD).float(), shown_U, change_UC)
 
 
-def fit_filter(head: UnmaskFilter, blocks: Blocks, *, steps: int = 300, rate: float = 1e-2) -> float:
+def fit_filter(
+    head: UnmaskFilter, blocks: Blocks, *, steps: int = FilterConfig.steps, rate: float = FilterConfig.rate
+) -> float:
     """Train the filter on all blocks at once; its last loss, nats per open place. The same for the same start."""
 
     def loss() -> Tensor:
@@ -153,7 +193,9 @@ def fit_filter(head: UnmaskFilter, blocks: Blocks, *, steps: int = 300, rate: fl
     return _fit(head, loss, steps, rate)
 
 
-def fit_pairs(head: PairDependency, blocks: Blocks, *, steps: int = 300, rate: float = 3e-3) -> float:
+def fit_pairs(
+    head: PairDependency, blocks: Blocks, *, steps: int = PairsConfig.steps, rate: float = PairsConfig.rate
+) -> float:
     """Train the predictor on all blocks at once, by cross-entropy with the distances; its last loss."""
     units_U = torch.arange(len(blocks.shown_U), device=blocks.shown_U.device)
     others_UC = blocks.open_UC.clone()
@@ -166,6 +208,33 @@ def fit_pairs(head: PairDependency, blocks: Blocks, *, steps: int = 300, rate: f
         return F.binary_cross_entropy_with_logits(logits_UC[others_UC], blocks.change_UC[others_UC].clamp(0, 1))
 
     return _fit(head, loss, steps, rate)
+
+
+@torch.no_grad()
+def held_out(filter: UnmaskFilter, pairs: PairDependency, blocks: Blocks, sure: float = 0.9) -> dict[str, float]:
+    """How the heads do on other blocks. `filter_*` and `threshold_*` (of `sure`): of the open places, the share that is
+    decided, and the share of those that is right; `pairs_error`: mean distance between said and true change, `pairs_plain`:
+    the same of the mean change, said of every pair. NaN where there is nothing to count."""
+
+    def both(said_UC: Tensor) -> tuple[float, float]:
+        taken_UC = said_UC & blocks.open_UC
+        return float(taken_UC.sum() / blocks.open_UC.sum()), float((taken_UC & blocks.right_UC).sum() / taken_UC.sum())
+
+    filter_share, filter_right = both(filter(blocks.confidence_UC, blocks.open_UC) >= 0.5)
+    share, right = both(blocks.confidence_UC >= sure)
+    units_U = torch.arange(len(blocks.shown_U), device=blocks.shown_U.device)
+    others_UC = blocks.open_UC.clone()
+    others_UC[units_U, blocks.shown_U] = False
+    said_X = pairs(blocks.hidden_UCD)[units_U, :, blocks.shown_U][others_UC]
+    true_X = blocks.change_UC[others_UC]
+    return {
+        "filter_decided": filter_share,
+        "filter_right": filter_right,
+        "threshold_decided": share,
+        "threshold_right": right,
+        "pairs_error": float((said_X - true_X).abs().mean()),
+        "pairs_plain": float((true_X - true_X.mean()).abs().mean()),
+    }
 
 
 def _fit(head: nn.Module, loss: Callable[[], Tensor], steps: int, rate: float) -> float:

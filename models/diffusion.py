@@ -68,8 +68,9 @@ class ObjectiveConfig:
     (dParallel, arXiv:2509.26488)."""
     levels: tuple[float, float] = (1e-3, 1.0)
     """Range of the levels: the smallest and largest chance that a token is hidden (BD3LM's clipped schedules)."""
-    draw: Literal["independent", "exact"] = "independent"
-    """Each token by a coin of its own, or exactly the level's share of a block, rounded up (WeDLM)."""
+    draw: Literal["independent", "exact", "latest"] = "independent"
+    """Each token by a coin of its own; or exactly the level's share of a block, rounded up (WeDLM); or what the stored
+    order of decoding says came last in its block, in whole passes (d3LLM, arXiv:2601.07568)."""
     complementary: bool = True
     """A second copy hides what the first shows, so that every token counts once per epoch (Fast-dLLM v2)."""
     weight: Literal["none", "inverse", "clipped"] = "none"
@@ -127,8 +128,15 @@ class ObjectiveConfig:
             raise ValueError(
                 f"objective.schedule = {self.schedule} is one of blocks: set scope=block, got {self.scope}"
             )
-        if self.draw == "exact" and self.scope == "token":
-            raise ValueError("objective.draw = exact takes a share of a block: scope=token has none; use block or more")
+        if self.draw != "independent" and self.scope == "token":
+            raise ValueError(
+                f"objective.draw = {self.draw} takes a share of a block: scope=token has none; use block or more"
+            )
+        if self.draw == "latest" and (self.complementary or self.weight != "none"):
+            raise ValueError(
+                "objective.draw = latest hides states of a decoding: their complements are none, and no token has a chance "
+                f"to divide by; set complementary=false and weight=none, got {self.complementary}, {self.weight}"
+            )
 
     @property
     def copies(self) -> int:

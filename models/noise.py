@@ -13,7 +13,7 @@ Test: pytest tests/test_diffusion.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +46,7 @@ class Text:
     opened_BT: Tensor  # bool, the first token of this token's block is in the document
     seed: int
     epoch: int
+    order_BT: Tensor | None = None  # int64, the decoding pass that decided the token, -1 = not known; fill: as the last
 
 
 @dataclass
@@ -145,11 +146,15 @@ def cut(batch: Batch, config: ObjectiveConfig, fill_id: int, end_ids: Sequence[i
         opened_BT=opened_BT & there_BT,
         seed=batch.seed,
         epoch=batch.epoch,
+        order_BT=None if batch.order_BT is None else torch.where(there_BT, spread(batch.order_BT), -1),
     )
 
 
 def corrupt(text: Text, config: ObjectiveConfig) -> list[Copy]:
     """The noisy copies of a text: one, or with `complementary` two, the second hiding what the first shows."""
+    order_BT = torch.zeros_like(text.ids_BT)
+    if config.draw == "latest":
+        text, order_BT = ordered(text)
     block_BT, document_BT = runs(text.samples_BT, text.block_BT), runs(text.samples_BT)
     level_BT = levels(text, config, document_BT)
     counted_BT, always_BT = text.hideable_BT, torch.zeros_like(text.hideable_BT)
@@ -161,6 +166,8 @@ def corrupt(text: Text, config: ObjectiveConfig) -> list[Copy]:
         size_BT = total(counted_BT.long(), block_BT)
         rank_BT = ranks(block_BT, torch.where(counted_BT, coin_BT, 2.0))
         drawn_BT = counted_BT & (rank_BT < (level_BT * size_BT).ceil())
+    elif config.draw == "latest":
+        drawn_BT = latest(order_BT, counted_BT, block_BT, level_BT)
     else:
         drawn_BT = counted_BT & (coin_BT < level_BT)
     copies = [Copy(drawn_BT | always_BT, drawn_BT, level_BT)]
@@ -173,6 +180,31 @@ def corrupt(text: Text, config: ObjectiveConfig) -> list[Copy]:
             copy.counted_BT = copy.counted_BT | border_BT
             copy.level_BT = torch.where(border_BT, 1.0, copy.level_BT)
     return copies
+
+
+def ordered(text: Text) -> tuple[Text, Tensor]:
+    """The text with nothing to hide but tokens whose place in the order of decoding is known, and that order."""
+    order_BT = torch.full_like(text.ids_BT, -1) if text.order_BT is None else text.order_BT
+    known_BT = order_BT >= 0
+    if bool(text.hideable_BT.any()) and not bool((known_BT & text.hideable_BT).any()):
+        raise ValueError(
+            "objective.draw = latest: these samples do not say in which order they were decided; let the model answer "
+            "with `draftsmith rollout --adapters FOLDER --order true`"
+        )
+    told_BT, hideable_BT = text.supervised_BT & known_BT, text.hideable_BT & known_BT
+    return replace(text, supervised_BT=told_BT, hideable_BT=hideable_BT), order_BT
+
+
+def latest(order_BT: Tensor, counted_BT: Tensor, block_BT: Tensor, level_BT: Tensor) -> Tensor:
+    """Bool [B, T]: what the last passes over each block decided, as few whole passes as hold the level's share of its
+    tokens, rounded up: a state that decoding went through (pseudo-trajectories of d3LLM, arXiv:2601.07568)."""
+    far = torch.iinfo(torch.int64).max
+    size_BT = total(counted_BT.long(), block_BT)
+    rank_BT = ranks(block_BT, torch.where(counted_BT, -order_BT, far))
+    inside_BT = counted_BT & (rank_BT < (level_BT * size_BT).ceil())
+    least_BT = torch.full_like(order_BT, far)
+    least_BT = least_BT.scatter_reduce(1, block_BT, torch.where(inside_BT, order_BT, far), "amin").gather(1, block_BT)
+    return counted_BT & (order_BT >= least_BT)
 
 
 def levels(text: Text, config: ObjectiveConfig, document_BT: Tensor) -> Tensor:

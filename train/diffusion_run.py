@@ -12,7 +12,7 @@ import torch
 
 from ..configs.diffusion import DiffusionConfig
 from ..data.batch import TargetOut
-from ..data.encode import encode_all
+from ..data.encode import Sample, encode_all
 from ..data.packing import collate
 from ..inference.adapter_folder import save_adapters
 from ..models.adapters import Adapters
@@ -34,6 +34,15 @@ from .script import (
 Build = Callable[[DiffusionConfig, Target], tuple[DiffusionConfig, Any, Adapters]]
 
 
+def refuse_without_order(samples: Sequence[Sample]) -> None:
+    """Raises ValueError when a sample does not say in which order its answer was decided."""
+    if lacking := sum(s.order is None for s in samples):
+        raise ValueError(
+            f"certainty.order = stored: {lacking} of {len(samples)} samples do not say in which order they were decided; "
+            "let the model answer with `draftsmith rollout --adapters FOLDER --order true`"
+        )
+
+
 def launch(config: DiffusionConfig, script: str, argv: Sequence[str], build: Build) -> int:
     """Run the training that `build` makes of settings and target; returns the exit code.
 
@@ -50,6 +59,8 @@ def launch(config: DiffusionConfig, script: str, argv: Sequence[str], build: Bui
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
+    if config.method == "certainty" and config.certainty.order == "stored":
+        refuse_without_order([*samples, *heldout_samples])
     say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
     say(f"{config.method}: {adapters.report}; mask token {adapters.mask_id} ({config.adapters.mask})")
     if accelerator.is_main_process:

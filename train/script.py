@@ -19,7 +19,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from ..configs.diffusion import RunConfig
+from ..configs.diffusion import DiffusionConfig, RunConfig
 from ..configs.training import differing
 from ..data.encode import Sample
 from ..data.sources import Conversation, load_conversations
@@ -84,6 +84,7 @@ def target_of(config: RunConfig, accelerator: Accelerator) -> Target:
             device=accelerator.device,
             revision=config.target.revision,
             trust_remote_code=config.target.trust_remote_code,
+            quantize=config.quantize if isinstance(config, DiffusionConfig) else "none",
         )
 
 
