@@ -118,10 +118,9 @@ def by_diffusion(
     decode: DiffuseConfig,
     score: Score | None,
 ) -> list[Decoded]:
-    """The denoiser's answers, one at a time: passes of a batch would be shared."""
+    """The denoiser's answers; a request counts the passes that it took part in, whatever ran beside it."""
     answers = []
-    for prompt, prompt_ids_ in zip(prompts, ids, strict=True):
-        (result,) = diffuse(denoiser, [prompt_ids_], params, decode)
+    for prompt, result in zip(prompts, diffuse(denoiser, ids, params, decode), strict=True):
         assert result.passes is not None
         shown = cut(result.ids, denoiser.facts.eos_ids)
         right = _right(score, prompt, result.text)

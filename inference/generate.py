@@ -140,7 +140,8 @@ def run_generate(cfg: GenerateConfig) -> None:
     refuse_idle_settings(cfg.drafter, [cfg.model])
     refuse_idle_flags(cfg, stored is not None)
     if stored is not None:
-        return run_denoiser(cfg, stored)
+        run_denoiser(cfg, stored)
+        return
     sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
     export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model and not free else None
     name = cfg.target or (export["target"]["name"] if export else None)

@@ -34,6 +34,7 @@ from .adapter_folder import MERGED, Converted, adapter_facts, denoiser_of, load_
 from .card import DECODE, render_card, scrub_values
 from .check import stored_positions
 from .denoisers import facts_of_objective, in_float32, make_masked_replay, masked_logits
+from .export import run_yaml
 from .exporters import SCHEMAS
 from .exporters.draft_model import spelled
 from .exporters.folder import (
@@ -49,7 +50,7 @@ from .exporters.folder import (
     sha256_of,
     write_folder,
 )
-from .exporters.layout import FORMAT
+from .exporters.layout import FORMAT, RunFacts
 from .exporters.schema import Schema
 from .load import facts_of, resolve
 from .strategies import strategy_of
@@ -199,6 +200,8 @@ def merge(
         save_tensors(place / REPLAY, replay)
         if source is not None and (source / RUN).is_file():
             shutil.copyfile(source / RUN, place / RUN)
+        else:
+            (place / RUN).write_text(run_yaml(RunFacts()), encoding="utf-8")
         (place / CARD).write_text(render_card(place), encoding="utf-8")
 
     write_folder(folder, fill)

@@ -21,11 +21,7 @@ from .exporters.folder import CARD, CONFIG, REPLAY, REPORT, RUN, WEIGHTS
 from .load import read_export_config, verify_folder
 
 FILES = (CONFIG, WEIGHTS, CARD, RUN, REPLAY, REPORT, "report.html")
-MERGED_FILES = (
-    "merge.json",
-    "generation_config.json",
-    "curve.svg",
-)  # of denoisers, beside FILES and these, the base's own:
+MERGED_FILES = ("merge.json", "generation_config.json")  # of denoisers, beside FILES and their base's tokenizer:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 TEXT = (".json", ".yaml", ".md", ".html")
