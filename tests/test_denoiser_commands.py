@@ -128,7 +128,7 @@ run_push(PushConfig(sys.argv[1], "jane/denoiser"))
 LOAD = """
 import sys
 from draftsmith.inference.generate import GenerateConfig, run_generate
-run_generate(GenerateConfig("Hi.", model="jane/denoiser", dtype="float32", max_new_tokens=4, stream=False))
+run_generate(GenerateConfig("Hi.", model="jane/denoiser", dtype="float32", max_new_tokens=4))
 """
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.inference.adapter_folder import Converted, save_adapters
+from draftsmith.inference.adapter_folder import Converted, denoiser_of, save_adapters
 from draftsmith.inference.check import CheckConfig, check_export
 from draftsmith.inference.denoisers import load_denoiser, masked_logits, stored_denoiser
 from draftsmith.inference.diffuse import diffuse
@@ -155,6 +155,27 @@ def test_the_report_names_what_changed_and_by_how_much(tmp_path: Path) -> None:
     assert row["largest"] == pytest.approx(float(change.abs().max()), rel=1e-5)
     assert row["relative"] == pytest.approx(float(change.norm() / before[name].norm()), rel=1e-5)
     assert report["base_fingerprint"] == model.adapters.target.facts.fingerprint
+
+
+def test_a_merge_in_bf16_is_as_close_as_a_cast_of_the_exact_one(tmp_path: Path) -> None:
+    model = converted("plain", dtype=torch.bfloat16)
+    wanted_RV = masked_logits(model.denoiser(), TEXTS)
+    merge(model, tmp_path / "half", SCHEMAS["plain"])
+    exact = converted("plain", dtype=torch.bfloat16)
+    exact.adapters.target.model.float()
+    state = {n: t.to(torch.bfloat16) for n, t in exact.adapters.merged().items()}
+    plain = tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280, dtype=torch.bfloat16)
+    plain.model.load_state_dict(state)
+    cast = denoiser_of(exact.objective, plain, 280)
+
+    def gap(denoiser: Any) -> float:
+        found_RV = masked_logits(denoiser, TEXTS)
+        return float((found_RV - wanted_RV)[:, wanted_RV.isfinite().all(0)].abs().max())
+
+    stored = stored_denoiser(str(tmp_path / "half"))
+    assert stored is not None
+    assert 0 < gap(load_denoiser(stored, dtype="bfloat16")) <= 2 * gap(cast)
+    assert next(iter(load_file(tmp_path / "half/model.safetensors").values())).dtype == torch.bfloat16
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
