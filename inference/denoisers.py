@@ -57,6 +57,11 @@ class Stored:
     kind: Literal["adapters", "merged", "layout"]
     ours: dict[str, Any]
 
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the model that was converted is still there when the denoiser is loaded: adapters off."""
+        return self.kind == "adapters" and (self.ours.get("adapters") or {}).get("kind") != "full"
+
 
 def stored_denoiser(name: str, revision: str | None = None) -> Stored | None:
     """What a folder or Hub repository holds, if it is a denoiser. Raises ValueError when it is neither, or of another
@@ -73,8 +78,16 @@ def stored_denoiser(name: str, revision: str | None = None) -> Stored | None:
     return None
 
 
-def load_base(stored: Stored, name: str | None = None, revision: str | None = None, **options: Any) -> Target:
-    """The autoregressive model that was converted: the one that the folder names, or `name`. `options` of `load_target`.
+def load_base(
+    stored: Stored,
+    name: str | None = None,
+    revision: str | None = None,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> Target:
+    """The autoregressive model that was converted: the one that the folder names, or `name`.
 
     Raises ValueError when it is not the model that the folder was made from.
     """
@@ -82,7 +95,9 @@ def load_base(stored: Stored, name: str | None = None, revision: str | None = No
     if not isinstance(base, dict) or not isinstance(base.get("name"), str):
         raise ValueError(f"{stored.name} names no model that it was converted from: there is none to compare with")
     revision = revision or (None if name else base.get("revision"))
-    target = load_target(name or base["name"], revision=revision, **options)
+    target = load_target(
+        name or base["name"], dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+    )
     if target.facts.fingerprint != base.get("fingerprint"):
         raise ValueError(
             f"{stored.name} was made from {base['name']!r} ({str(base.get('fingerprint'))[:12]}...), "
@@ -91,18 +106,19 @@ def load_base(stored: Stored, name: str | None = None, revision: str | None = No
     return target
 
 
-def load_denoiser(stored: Stored, base: Target | None = None, **options: Any) -> TargetDenoiser:
-    """The denoiser, ready to decode. `base`: what adapters go into (they stay); else it is loaded, with `options` of
-    `load_target` (dtype, device, trust_remote_code).
+def load_denoiser(
+    stored: Stored, base: Target | None = None, *, dtype: str = "bfloat16", device: str = "cpu"
+) -> TargetDenoiser:
+    """The denoiser, ready to decode. `base`: what adapters go into, where they stay; by default what they name is loaded.
 
     Raises ValueError for whatever is missing, damaged, or not what the folder says.
     """
     if stored.kind == "adapters":
-        return load_adapters(str(stored.folder), base or load_base(stored, **options)).denoiser()
-    options.pop("trust_remote_code", None)  # nothing of the kind is in these folders
+        base = base or load_base(stored, dtype=dtype, device=device)
+        return load_adapters(str(stored.folder), base).denoiser()
     if stored.kind == "layout":
-        return load_layout(stored.folder, **options)
-    return _load_merged(stored, **options)
+        return load_layout(stored.folder, dtype=dtype, device=device)
+    return _load_merged(stored, dtype, device)
 
 
 def verify_denoiser(stored: Stored) -> None:
@@ -123,14 +139,14 @@ def verify_denoiser(stored: Stored) -> None:
     refuse_non_finite(read_tensors(file), stored.name)
 
 
-def _load_merged(stored: Stored, **options: Any) -> TargetDenoiser:
+def _load_merged(stored: Stored, dtype: str, device: str) -> TargetDenoiser:
     ours, name, folder = stored.ours, stored.name, stored.folder
     verify_denoiser(stored)
     objective, mask_id = merged_facts(stored)
     if ours["schema"] == "plain":
-        denoiser = denoiser_of(objective, load_target(str(folder), **options), mask_id)
+        denoiser = denoiser_of(objective, load_target(str(folder), dtype=dtype, device=device), mask_id)
     else:
-        denoiser = load_layout(folder, **options)
+        denoiser = load_layout(folder, dtype=dtype, device=device)
     found = (denoiser.tokenizer.mask_token_id, denoiser.facts.eos_ids)
     wanted = (mask_id, tuple((ours.get("target") or {}).get("eos_ids") or ()))
     if found != wanted:

@@ -20,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from ..losses.probs import SamplingParams
 from ..models import TRAINING_FREE, FreeSettings
 from ..models.target import Target, load_target
 from .card import write_card
-from .denoisers import Stored, stored_denoiser
+from .denoisers import Stored, load_base, load_denoiser, stored_denoiser
 from .evaluate_denoiser import evaluate_denoiser, print_denoiser_report, settings_of_strategy
 from .figures import (
     CAUSES,
@@ -285,21 +286,32 @@ def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
     if idle := [f for f in asdict(cfg) if f not in used and getattr(cfg, f) != getattr(plain, f)]:
         raise ValueError(f"{', '.join(idle)}: {cfg.model} is a denoiser, these are for drafters; leave them out")
     path = _json_path(cfg)
-    options: Row = {"dtype": cfg.dtype, "device": cfg.device, "trust_remote_code": cfg.trust_remote_code}
-    report = evaluate_denoiser(
+    ways = [way for name in cfg.strategies for way in settings_of_strategy(name, cfg.thresholds)]
+    prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
+    load = partial(
+        load_base,
         stored,
-        load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts),
+        cfg.target,
+        cfg.target_revision,
+        dtype=cfg.dtype,
+        device=cfg.device,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    base = load() if stored.kind != "layout" else None
+    own = base if stored.keeps_base else load() if stored.kind == "adapters" else None
+    denoiser = load_denoiser(stored, own, dtype=cfg.dtype, device=cfg.device)
+    report = {"machine": machine(denoiser.target)} | evaluate_denoiser(
+        denoiser,
+        base,
+        prompts,
         SUITES[cfg.suite].score,
-        [s for name in cfg.strategies for s in settings_of_strategy(name, cfg.thresholds)],
+        ways,
         k=min(cfg.k),
         max_new_tokens=cfg.max_new_tokens,
-        target=(cfg.target, cfg.target_revision),
         draws=cfg.bootstrap,
         seed=cfg.seed,
-        machine=machine,
-        options=options,
     )
-    report["run"] |= {"suite": cfg.suite, "dtype": cfg.dtype}
+    report["run"] |= {"suite": cfg.suite, "dtype": cfg.dtype, "name": _label(cfg.model), "kind": stored.kind}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
     print_denoiser_report(report, console)

@@ -11,7 +11,7 @@ every answer must be plain decoding's own to the bit. Only first turns are answe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from ..data.encode import prompt_ids
 from ..losses.probs import SamplingParams
 from ..models.denoiser import TargetDenoiser
 from ..models.target import Target
-from .denoisers import Stored, load_base, load_denoiser
 from .diffuse import DiffuseConfig, diffuse
 from .diffusion_figures import COUNTING, Decoded, area, cut, retention, row_of
 from .figures import Bootstrap, rate
@@ -47,38 +46,32 @@ def settings_of_strategy(name: str, thresholds: Sequence[float]) -> list[tuple[s
 
 
 def evaluate_denoiser(
-    stored: Stored,
+    denoiser: TargetDenoiser,
+    base: Target | None,
     prompts: Sequence[Prompt],
     score: Score | None,
     ways: Sequence[tuple[str, DiffuseConfig]],
     *,
     k: int,
     max_new_tokens: int,
-    target: tuple[str | None, str | None] = (None, None),
     draws: int = 1000,
     seed: int = 0,
-    machine: Callable[[Target], Row],
-    options: Mapping[str, Any],
 ) -> Row:
-    """Load, answer, count.
+    """Answer and count.
 
-    `score(answer, reference)`: of the suite, None = answers are not scored. `ways`: (label, settings). `k`: tokens per
-    draft of self-drafting. `target`: name and revision of the base, where the folder's own names are not to be used.
-    `machine(target)`: what it ran on. `options` of `load_target`.
+    `base`: the model that was converted; None = there is none to compare with. `score(answer, reference)`: of the suite,
+    None = answers are not scored. `ways`: (label, settings). `k`: tokens per draft of self-drafting.
 
     Returns:
-        {"machine", "run", "base", "rows" (each with "retention"), "aup", "self_draft", "counting"}; figures that need scores are None
-        without them; "base" and "self_draft" are None for layouts of other projects, "self_draft" for merged weights.
+        {"run", "base", "rows" (each with "retention"), "aup", "self_draft", "counting"}; figures that need scores or a base
+        are None without, "self_draft" for merged weights too, which have no path of their base's left.
     """
-    base = None if stored.kind == "layout" else load_base(stored, *target, **options)
-    denoiser = load_denoiser(stored, base if stored.kind == "adapters" else None, **options)
     params = SamplingParams(max_new_tokens=max_new_tokens)
     ids = [prompt_ids(prompt.messages, denoiser.tokenizer) for prompt in prompts]
     plain = None if base is None else autoregressive(base, prompts, ids, params, score)
-    run = {"name": stored.folder.name, "kind": stored.kind, "prompts": len(prompts), "max_new_tokens": max_new_tokens}
+    run = {"prompts": len(prompts), "max_new_tokens": max_new_tokens, "block": denoiser.block}
     report: Row = {
-        "machine": machine(denoiser.target),
-        "run": run | {"block": denoiser.block, "seed": seed, "bootstrap": draws},
+        "run": run | {"seed": seed, "bootstrap": draws},
         "base": None if plain is None else row_of("autoregression", plain, draws=draws, seed=seed),
         "rows": [],
         "aup": None,
@@ -91,10 +84,10 @@ def evaluate_denoiser(
         scored = plain is not None and row["accuracy"] is not None
         row["retention"] = retention(plain or [], answers, draws=draws, seed=seed) if scored else None
         report["rows"].append(row)
-    points = [(r["tokens_per_forward"], r["accuracy"]) for r in report["rows"] if r["accuracy"] is not None]
-    if points:
-        report["aup"] = area(points)
-    if stored.kind == "adapters" and base is not None and denoiser.causal:
+    rows = [r for r in report["rows"] if r["accuracy"] is not None and r["tokens_per_forward"] is not None]
+    if rows:
+        report["aup"] = area([(r["tokens_per_forward"], r["accuracy"]) for r in rows])
+    if base is not None and base is denoiser.target and denoiser.causal:
         report["self_draft"] = self_drafting(base, denoiser, prompts, ids, params, k, draws, seed)
     return report
 

@@ -187,6 +187,7 @@ def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:
     """Flags that would change nothing are a mistake: ValueError names them."""
     of_denoisers, of_drafts = ("strategy", "steps", "sub_block", "self_draft"), [f.name for f in fields(DecodeConfig)]
     plain = GenerateConfig("")
+    idle: tuple[str, ...]
     if not denoises:
         idle, needed = of_denoisers, "are for denoisers, and --model names none"
     elif cfg.self_draft:
@@ -202,15 +203,24 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
     """`run_generate` of a denoiser: by diffusion, or as drafter of the model that it was converted from."""
     sampling, console = sampling_of(cfg), Console(highlight=False)
     how = None if cfg.self_draft else decode_of_denoiser(stored, cfg.strategy, cfg.threshold, cfg.steps, cfg.sub_block)
-    options: dict[str, Any] = {"dtype": cfg.dtype, "device": cfg.device, "trust_remote_code": cfg.trust_remote_code}
-    if how is None and stored.kind != "adapters":
+    if how is None and not stored.keeps_base:
         raise ValueError(
-            f"{cfg.model}: merged weights have no autoregressive path left to draft for: --self_draft needs the adapters"
+            f"{cfg.model}: merged or fully trained weights have no autoregressive path left to draft for: --self_draft needs "
+            "adapters"
         )
     if stored.kind != "adapters" and cfg.target is not None:
         raise ValueError(f"target = {cfg.target!r}: the weights of {cfg.model} stand alone; leave it out")
-    base = load_base(stored, cfg.target, cfg.target_revision, **options) if stored.kind == "adapters" else None
-    denoiser = load_denoiser(stored, base, **options)
+    base = None
+    if stored.kind == "adapters":
+        base = load_base(
+            stored,
+            cfg.target,
+            cfg.target_revision,
+            dtype=cfg.dtype,
+            device=cfg.device,
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    denoiser = load_denoiser(stored, base, dtype=cfg.dtype, device=cfg.device)
     ids = prompt_ids(denoiser.target, cfg)
     start = time.perf_counter()
     if how is None:
