@@ -3,6 +3,7 @@
     config.json         {"draftsmith": {format, method, target, objective, adapters, mask_id, block, shift, dual, ...}}
     model.safetensors   trained tensors under their names in the target, and `mask_row`
     run.yaml            the run that made them
+    README.md           the model card
 
 Loading refuses what would run and be wrong: another base model (its fingerprint), a missing or unknown setting (a model
 that forgets its shift decodes nonsense), missing, foreign, damaged or infinite tensors.
@@ -23,9 +24,10 @@ from ..models.adapters import AdapterConfig, Adapters
 from ..models.denoiser import Origin, TargetDenoiser
 from ..models.diffusion import ObjectiveConfig
 from ..models.target import Target
-from .card import scrub_values
+from .card import render_card, scrub_values
 from .export import run_yaml
 from .exporters.folder import (
+    CARD,
     CONFIG,
     RUN,
     WEIGHTS,
@@ -40,7 +42,7 @@ from .exporters.folder import (
 from .exporters.layout import FORMAT, RunFacts
 from .load import facts_of
 
-KIND = "adapters"
+KIND, MERGED = "adapters", "merged"  # of `draftsmith.kind`
 Settings = TypeVar("Settings", ObjectiveConfig, AdapterConfig)
 
 
@@ -53,21 +55,27 @@ class Converted:
 
     def denoiser(self) -> TargetDenoiser:
         """What the runtime decodes."""
-        objective, adapters = self.objective, self.adapters
-        # Blocks that may begin anywhere begin with the answer where finished text is read alike wherever blocks begin; in
-        # `dual` any text's last token is an anchor.
-        anywhere: Origin = "answer" if objective.clean == "token" else "document"
-        return TargetDenoiser(
-            adapters.target,
-            objective.block,
-            adapters.mask_id,
-            shift=objective.shift,
-            causal=objective.layout != "whole",
-            adapters=adapters,
-            origin=anywhere if objective.origin == "random" or objective.dual else objective.origin,
-            token_causal=objective.clean == "token",
-            inside=objective.inside,
-        )
+        return denoiser_of(self.objective, self.adapters.target, self.adapters.mask_id, self.adapters)
+
+
+def denoiser_of(
+    objective: ObjectiveConfig, target: Target, mask_id: int, adapters: Adapters | None = None
+) -> TargetDenoiser:
+    """The denoiser that was trained for `objective`: a target with adapters, or with weights that denoise by themselves."""
+    # Blocks that may begin anywhere begin with the answer where finished text is read alike wherever blocks begin; in
+    # `dual` any text's last token is an anchor.
+    anywhere: Origin = "answer" if objective.clean == "token" else "document"
+    return TargetDenoiser(
+        target,
+        objective.block,
+        mask_id,
+        shift=objective.shift,
+        causal=objective.layout != "whole",
+        adapters=adapters,
+        origin=anywhere if objective.origin == "random" or objective.dual else objective.origin,
+        token_causal=objective.clean == "token",
+        inside=objective.inside,
+    )
 
 
 def save_adapters(folder: Path, method: str, objective: ObjectiveConfig, adapters: Adapters, run: RunFacts) -> Path:
@@ -82,6 +90,7 @@ def save_adapters(folder: Path, method: str, objective: ObjectiveConfig, adapter
         "target": scrub_values(facts_of(adapters.target.facts)),
         "objective": asdict(objective),
         "adapters": asdict(adapters.config),
+        "dtype": str(adapters.target.dtype).removeprefix("torch."),
         "mask_id": adapters.mask_id,
         "block": objective.block,
         "shift": objective.shift,
@@ -94,9 +103,28 @@ def save_adapters(folder: Path, method: str, objective: ObjectiveConfig, adapter
         ours["sha256"] = sha256_of(place / WEIGHTS)
         (place / CONFIG).write_text(json.dumps({"draftsmith": ours}, indent=2) + "\n", encoding="utf-8")
         (place / RUN).write_text(run_yaml(run), encoding="utf-8")
+        (place / CARD).write_text(render_card(place), encoding="utf-8")
 
     write_folder(folder, fill)
     return folder
+
+
+def adapter_facts(name: str, folder: Path) -> dict[str, Any]:
+    """The key `draftsmith` of a folder that holds adapters. ValueError says what it holds instead."""
+    ours = read_json(folder / CONFIG).get("draftsmith")
+    if isinstance(ours, dict) and ours.get("kind") == MERGED:
+        raise ValueError(
+            f"{name} is merged already: its weights hold the adapters; name the folder of the adapters alone"
+        )
+    if not isinstance(ours, dict) or ours.get("kind") != KIND:
+        raise ValueError(f"{name} holds no adapters of ours (config.json: draftsmith.kind = {KIND!r})")
+    if ours.get("format") != FORMAT:
+        raise ValueError(
+            f"{name} has export format {ours.get('format')!r}, this version reads {FORMAT}; train it again"
+        )
+    if not isinstance(ours.get("target"), dict) or not isinstance(ours["target"].get("name"), str):
+        raise ValueError(f"{name}: draftsmith.target is missing; export it again")
+    return ours
 
 
 def load_adapters(name: str, target: Target) -> Converted:
@@ -105,15 +133,8 @@ def load_adapters(name: str, target: Target) -> Converted:
     Raises ValueError, naming both values, for whatever does not belong to this target or is not complete.
     """
     folder = Path(name).expanduser()
-    ours = read_json(folder / CONFIG).get("draftsmith")
-    if not isinstance(ours, dict) or ours.get("kind") != KIND:
-        raise ValueError(f"{name} holds no adapters of ours (config.json: draftsmith.kind = {KIND!r})")
-    if ours.get("format") != FORMAT:
-        raise ValueError(
-            f"{name} has export format {ours.get('format')!r}, this version reads {FORMAT}; train it again"
-        )
-    base = ours.get("target") if isinstance(ours.get("target"), dict) else {}
-    assert isinstance(base, dict)
+    ours = adapter_facts(name, folder)
+    base = ours["target"]
     if base.get("fingerprint") != target.facts.fingerprint:
         raise ValueError(
             f"{name} was trained on {base.get('name')!r} ({str(base.get('fingerprint'))[:12]}...), this target is "

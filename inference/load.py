@@ -61,7 +61,7 @@ def resolve(name: str, revision: str | None = None) -> Path:
 
     try:
         place = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.yaml", "*.md"]
+            name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.yaml", "*.md", "*.jinja", "*.txt"]
         )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         reason = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hub is not reachable"
@@ -83,6 +83,8 @@ def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]
     folder = resolve(name, revision)
     config = read_json(folder / CONFIG)
     ours = config.get("draftsmith")
+    if isinstance(ours, dict) and ours.get("kind") in ("adapters", "merged"):
+        raise ValueError(f"{name} holds a denoiser, a drafter is needed here; see `draftsmith generate --model {name}`")
     if not isinstance(ours, dict):
         raise ValueError(
             f"{name} has no `draftsmith` key in config.json: not our export; "

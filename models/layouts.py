@@ -1,12 +1,13 @@
-"""Diffusion models in the layouts of LLaDA and Dream, run as what they are: Llama and Qwen2 without a causal mask.
+"""Diffusion models in their own layouts, run as what they are: Llama, Qwen2 and Qwen3 under another mask.
 
 Their repositories bring model code of their own; none of it is run. A checkpoint's tensors are renamed and loaded into
-the transformers model of the same computation, and attention is full because the denoiser says what rows see
-(`causal=False`).
+the transformers model of the same computation, and what rows see is said by the denoiser.
 
 - LLaDA (arXiv:2502.09992; `model_type` llada): Llama under OLMo's names; `ff_proj` is the gate, `ff_out` inside a block
   the down projection, outside the head. A row predicts its own token.
 - Dream (arXiv:2508.15487; `model_type` Dream): Qwen2 under its own names. The row of token t predicts token t + 1.
+- SDAR (arXiv:2510.06303; `sdar`) and Fast-dLLM v2 (arXiv:2509.26328; `Fast_dLLM_Qwen`): Qwen3 and Qwen2 in blocks of
+  `block_size` and `bd_size`, counted from the text's first token; SDAR's rows predict their own token.
 
     denoiser = load_layout("path/to/LLaDA-8B-Instruct")     # a local folder
 
@@ -27,7 +28,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .denoiser import TargetDenoiser
+from .denoiser import Origin, TargetDenoiser
 from .target import DTYPES, Target
 
 
@@ -35,7 +36,8 @@ from .target import DTYPES, Target
 class Layout:
     """How a checkpoint says what a transformers model says. `settings`: our setting -> theirs, several in order of
     preference; `names`: (pattern of their tensor name, ours), the first that matches whole; `fixed`: settings of theirs
-    that must have these values, if they are there, for the computation to be this one."""
+    that must have these values, if they are there, for the computation to be this one. `block`: their name of the block,
+    of models with blocks; `mask_id`: the mask where no setting says it."""
 
     family: str
     shift: bool
@@ -43,10 +45,20 @@ class Layout:
     names: tuple[tuple[str, str], ...]
     fixed: Mapping[str, Any]
     tokenizer: str
+    block: str | None = None
+    mask_id: int | None = None
 
 
 _LLADA = r"model\.transformer\."
 _BLOCK, _LAYER = _LLADA + r"blocks\.(\d+)\.", r"model.layers.\1."
+_OWN = ((r"(model\..+|lm_head\.weight)", r"\1"),)
+_QWEN2 = {
+    name: (name,)
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
+    )
+}  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {
     "llada": Layout(
@@ -86,16 +98,29 @@ LAYOUTS: dict[str, Layout] = {
     "Dream": Layout(
         family="qwen2",
         shift=True,
-        settings={
-            name: (name,)
-            for name in (
-                "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings",
-            )
-        },
-        names=((r"(model\..+|lm_head\.weight)", r"\1"),),
+        settings=_QWEN2,
+        names=_OWN,
         fixed={"hidden_act": "silu", "use_sliding_window": False, "rope_scaling": None},
         tokenizer="Qwen2Tokenizer",
+    ),
+    "sdar": Layout(
+        family="qwen3",
+        shift=False,
+        settings=_QWEN2 | {"head_dim": ("head_dim",)},
+        names=_OWN,
+        fixed={"hidden_act": "silu", "use_sliding_window": False, "rope_scaling": None, "attention_bias": False},
+        tokenizer="Qwen2Tokenizer",
+        block="block_size",
+    ),
+    "Fast_dLLM_Qwen": Layout(
+        family="qwen2",
+        shift=True,
+        settings=_QWEN2,
+        names=_OWN,
+        fixed={"hidden_act": "silu", "use_sliding_window": False, "rope_scaling": None},
+        tokenizer="Qwen2Tokenizer",
+        block="bd_size",
+        mask_id=151665,
     ),
 }  # fmt: skip
 
@@ -105,10 +130,11 @@ def load_layout(
     *,
     dtype: str | torch.dtype = "bfloat16",
     device: str | torch.device = "cpu",
-    block: int = 32,
+    block: int | None = None,
 ) -> TargetDenoiser:
-    """The denoiser in a local folder (config.json, safetensors, tokenizer). `block`: how many tokens are decided together
-    unless decoding says otherwise (LLaDA's and Fast-dLLM's evaluations: 32).
+    """The denoiser in a local folder (config.json, safetensors, tokenizer). `block`, of models that see the whole canvas:
+    how many tokens are decided together unless decoding says otherwise (LLaDA's and Fast-dLLM's evaluations: 32, the
+    default).
 
     Raises ValueError for other model types, settings that would change the computation, tensors that are missing, unknown
     or of another shape, and a config without a mask id or rotary base.
@@ -130,8 +156,17 @@ def load_layout(
     for name, value in layout.fixed.items():
         if (raw.get(name, value) or None) != (value or None):  # null and false are one
             raise ValueError(f"{path.name}: {name} = {raw[name]!r} is not supported, only {value!r}")
-    if raw.get("mask_token_id") is None:
+    mask_id = layout.mask_id if raw.get("mask_token_id") is None else raw["mask_token_id"]
+    if mask_id is None:
         raise ValueError(f"{path.name}: config.json names no mask_token_id: add the model's own")
+    if layout.block is not None:
+        if block is not None:
+            raise ValueError(f"{path.name}: block = {block}: this model has the block it was trained with")
+        block = raw.get(layout.block)
+        if not isinstance(block, int) or block < 1:
+            raise ValueError(
+                f"{path.name}: {layout.block} = {block!r} in config.json, needed: a whole number of at least 1"
+            )
     config = _config(path.name, raw, layout)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=DTYPES[dtype] if isinstance(dtype, str) else dtype
@@ -139,7 +174,9 @@ def load_layout(
     _load(path, layout, model, config.tie_word_embeddings)
     tokenizer = _tokenizer(path, layout)
     target = Target(model, tokenizer, path.name).to(device)
-    return TargetDenoiser(target, block, raw["mask_token_id"], shift=layout.shift, causal=False)
+    causal = layout.block is not None
+    origin: Origin = "document" if causal else "answer"
+    return TargetDenoiser(target, block or 32, mask_id, shift=layout.shift, causal=causal, origin=origin)
 
 
 def _config(name: str, raw: dict[str, Any], layout: Layout) -> Any:

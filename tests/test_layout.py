@@ -38,6 +38,7 @@ TABLES = {
     "STRATEGIES": "inference.strategies",
     "LAYOUTS": "models.layouts",
     "EXPORTERS": "inference.exporters",
+    "SCHEMAS": "inference.exporters",
     "SUITES": "inference.suites",
     "TASKS": "data.tasks",
     "FAMILIES": "models.families",

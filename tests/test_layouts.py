@@ -1,5 +1,5 @@
-"""Checkpoints in LLaDA's and Dream's layouts (tiny, random): the renamed model computes what the names say, sees all of
-the canvas, decodes; what would change the computation is refused.
+"""Checkpoints in the layouts of other projects (tiny, random): the renamed model computes what the names say, sees what
+its project's does, decodes; what would change the computation is refused.
 
 pytest tests/test_layouts.py
 """
@@ -37,13 +37,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "auto_map": {"AutoModel": "modeling_dream.DreamModel"},
     },
 }  # fmt: skip
+QWEN = {k: v for k, v in CONFIGS["Dream"].items() if k != "auto_map"}
+CONFIGS["sdar"] = QWEN | {"model_type": "sdar", "head_dim": HEAD, "attention_bias": False, "block_size": 4}
+CONFIGS["Fast_dLLM_Qwen"] = QWEN | {"model_type": "Fast_dLLM_Qwen", "bd_size": 4}
 
 
 def part(kind: str, layer: int | None, name: str) -> str:
     """Their name of a tensor of ours."""
-    if kind == "Dream":
+    if kind != "llada":
         outer = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
         inner = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "gate": "mlp.gate_proj"}
+        inner |= {"qn": "self_attn.q_norm", "kn": "self_attn.k_norm"}
         inner |= {"up": "mlp.up_proj", "down": "mlp.down_proj"} | {x: f"self_attn.{x}_proj" for x in "qkvo"}
         return outer[name] if layer is None else f"model.layers.{layer}.{inner[name]}"
     outer = {"embed": "wte", "norm": "ln_f", "head": "ff_out"}
@@ -69,11 +73,13 @@ def folder(kind: str, tmp_path: Path) -> Path:
     random = torch.Generator().manual_seed(0)
     sizes = {"q": (H * HEAD, D), "k": (KV * HEAD, D), "v": (KV * HEAD, D), "o": (D, H * HEAD)}
     sizes |= {"gate": (F, D), "up": (F, D), "down": (D, F), "norm1": (D,), "norm2": (D,)}
+    if kind == "sdar":
+        sizes |= {"qn": (HEAD,), "kn": (HEAD,)}
     tensors = {}
     for layer in range(L):
         for name, size in sizes.items():
             tensors[part(kind, layer, name) + ".weight"] = torch.randn(*size, generator=random)
-            if kind == "Dream" and name in "qkv":
+            if kind in ("Dream", "Fast_dLLM_Qwen") and name in ("q", "k", "v"):
                 tensors[part(kind, layer, name) + ".bias"] = torch.randn(size[0], generator=random)
     for name, size in (("embed", (V, D)), ("head", (V, D)), ("norm", (D,))):
         tensors[part(kind, None, name) + ".weight"] = torch.randn(*size, generator=random)
@@ -107,6 +113,8 @@ def written_out(kind: str, tensors: dict[str, Tensor], ids: list[int]) -> Tensor
     for layer in range(L):
         y_TD = norm(x_TD, weight(layer, "norm1"))
         q, k, v = (project(y_TD, layer, n).unflatten(-1, (-1, HEAD)) for n in "qkv")
+        if kind == "sdar":
+            q, k = norm(q, weight(layer, "qn")), norm(k, weight(layer, "kn"))
         k, v = (z.repeat_interleave(H // KV, 1) for z in (turn(k), v))
         scores_HTS = torch.einsum("thd,shd->hts", turn(q), k) * HEAD**-0.5
         mixed_THd = torch.einsum("hts,shd->thd", scores_HTS.softmax(-1), v)
@@ -125,16 +133,24 @@ def test_logits_are_those_of_the_layout(kind: str, folder: Path) -> None:
     see = torch.ones(1, len(ids), len(ids), dtype=torch.bool)
     logits = denoiser.target.head(denoiser.denoise(canvas, torch.arange(len(ids))[None], see_BTA=see))[0]
     torch.testing.assert_close(logits, written_out(kind, load_file(folder / "model.safetensors"), ids), **CLOSE)
-    assert denoiser.shift == (kind == "Dream") and not denoiser.causal
+    in_blocks = kind in ("sdar", "Fast_dLLM_Qwen")
+    assert denoiser.shift == (kind in ("Dream", "Fast_dLLM_Qwen")) and denoiser.causal == in_blocks
+    assert (denoiser.block, denoiser.origin) == ((4, "document") if in_blocks else (32, "answer"))
     assert denoiser.mask_id == CONFIGS[kind]["mask_token_id"] and denoiser.facts.eos_ids == (2,)
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_decodes(kind: str, folder: Path, cache: Any) -> None:
-    denoiser = load_layout(folder, dtype="float32", block=4)
+    in_blocks = LAYOUTS[kind].block is not None
+    if in_blocks and cache == "prefix":
+        pytest.skip("of models with blocks the exact cache is `block`")
+    denoiser = load_layout(folder, dtype="float32", block=None if in_blocks else 4)
+    more: dict[str, Any] = {"block": 5}
+    if in_blocks:
+        more = {"sub_block": 2 if cache == "dual" else None}
     params = SamplingParams(max_new_tokens=10, ignore_eos=True)
     for name in ("fixed", "threshold", "eos_rejection"):
-        results = diffuse(denoiser, [[5, 9], [7]], params, DiffuseConfig(STRATEGIES[name], cache=cache, block=5))
+        results = diffuse(denoiser, [[5, 9], [7]], params, DiffuseConfig(STRATEGIES[name], cache=cache, **more))
         assert all(len(r.ids) == 10 and max(r.ids) < 256 for r in results)
 
 
@@ -142,8 +158,11 @@ def test_what_is_not_this_computation_is_refused(kind: str, folder: Path, tiny: 
     def changed(change: dict[str, Any]) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIGS[kind] | change))
 
-    cases = [({"model_type": "other"}, "is none of llada, Dream"), ({"mask_token_id": None}, "mask_token_id"),
-             ({"rope_theta": None}, "no rope_theta")]  # fmt: skip
+    cases = [({"model_type": "other"}, "is none of llada, Dream"), ({"rope_theta": None}, "no rope_theta")]
+    if LAYOUTS[kind].mask_id is None:
+        cases.append(({"mask_token_id": None}, "mask_token_id"))
+    if (block := LAYOUTS[kind].block) is not None:
+        cases.append(({block: None}, f"{block} = None"))
     name = next(iter(LAYOUTS[kind].fixed))
     for change, words in [*cases, ({name: "else"}, f"{name} = 'else'")]:
         changed(change)
@@ -160,5 +179,8 @@ def test_what_is_not_this_computation_is_refused(kind: str, folder: Path, tiny: 
         save_file(tensors, folder / "model.safetensors")
         with pytest.raises(ValueError, match=words):
             load_layout(folder)
+    if LAYOUTS[kind].block is not None:
+        with pytest.raises(ValueError, match="the block it was trained with"):
+            load_layout(folder, block=8)
     with pytest.raises(ValueError, match="hf download"):
         load_layout(folder / "nothing")
