@@ -8,8 +8,8 @@ Methods: `certainty` (the default; dParallel, arXiv:2509.26488) and `on_policy` 
 
 `data` should be answers of the model's own (`draftsmith rollout --adapters FOLDER`); those that were written with
 `--order true` may be hidden in the order in which they were decided (`certainty.order=stored`). Adapters, block, shift
-and layout are those of `init_from`; a model that
-denoises by itself (layouts single and whole) may be named as the target instead, with a `preset` or `objective.*`.
+and layout are those of `init_from`; a model that denoises by itself (layouts single and whole) may be named as the target
+instead, with a `preset` or `objective.*`.
 Leaves a run folder as `convert_block_diffusion.py` does. Tests: `pytest tests/test_convert_diffusion.py`.
 """
 

@@ -1,7 +1,8 @@
 """The plain merged form: an ordinary checkpoint of the base's own architecture, for every family and objective.
 
-Tools that know the base load its weights; that they denoise, and how, stands under `draftsmith` alone (mask, block and
-its names in engines, shift, objective, decoding). Run as an autoregressive model such weights give nonsense.
+Tools that know the base load its weights; `mask_token_id` and `block_size` stand beside the base's settings, all else of
+how they denoise under `draftsmith` (the block's names in engines, shift, objective, decoding). Run as an autoregressive
+model such weights give nonsense.
 
 Tests: tests/test_merge.py.
 """
@@ -18,7 +19,7 @@ from .schema import Schema
 
 
 def keys(objective: ObjectiveConfig, mask_id: int) -> dict[str, Any]:
-    return {}
+    return {"mask_token_id": mask_id, "block_size": objective.block}
 
 
 def faults(facts: TargetFacts, config: Mapping[str, Any], objective: ObjectiveConfig, mask_id: int) -> list[str]:
