@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from diffusion_tasks import Kept
 from main_job import bar
 from rich.console import Console
@@ -166,6 +167,7 @@ class Bench:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         facts = json.loads((run / "export" / "config.json").read_text(encoding="utf-8"))["draftsmith"]
         last = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][-1]
+        launched = yaml.safe_load((run / "run.yaml").read_text(encoding="utf-8"))["machine"]
         state = json.loads((sorted((run / "checkpoints").glob("step-*"))[-1] / "state.json").read_text())["state"]
         return {
             "objective": facts["objective"],
@@ -173,8 +175,8 @@ class Bench:
             "steps": state["step"],
             "tokens": state["tokens"],
             "minutes": round(state["seconds"] / 60, 2),
-            # Of a training that was interrupted, what this launch used.
-            "cpu_minutes": round((used.ru_utime + used.ru_stime) / 60, 2),
+            # Of a training that was interrupted, this launch's own is too little; its processes have one thread each.
+            "cpu_minutes": round(max(used.ru_utime + used.ru_stime, state["seconds"] * launched["processes"]) / 60, 2),
             "last": last,
         }
 
@@ -205,7 +207,7 @@ class Bench:
                 f"answers at {step}", lambda: self.answer(0.9, self.scored()[: self.args.scored // 2])
             )
             figures = row_of(f"step {step}", decoded(answers))
-            row |= {key: figures[key] for key in ("tokens_per_forward", "accuracy")}
+            row |= {"tokens_per_forward": figures["tokens_per_forward"], "right_answers": figures["accuracy"]}
         return row
 
     @torch.no_grad()
@@ -281,7 +283,7 @@ class Bench:
                       title="over the training: held-out masked loss, decoding at threshold 0.9")  # fmt: skip
         for row in figures["curve"]:
             decoded_too = "tokens_per_forward" in row
-            more = [f"{row['tokens_per_forward']:.2f}", f"{row['accuracy']:.1%}"] if decoded_too else ["-", "-"]
+            more = [f"{row['tokens_per_forward']:.2f}", f"{row['right_answers']:.1%}"] if decoded_too else ["-", "-"]
             table.add_row(
                 str(row["step"]), f"{row['hidden_loss']:.3f}", f"{row['accuracy']:.1%}", f"{row['sure']:.1%}", *more
             )
