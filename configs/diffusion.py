@@ -84,6 +84,7 @@ class DiffusionConfig:
 
 
 RunConfig = TrainConfig | DiffusionConfig  # what the loop and its parts take
+SECTION = {"block_diffusion": "conversion", "certainty": "certainty", "on_policy": "on_policy"}  # of one method alone
 
 
 def given_keys(argv: Sequence[str]) -> dict[str, Any]:
@@ -120,6 +121,7 @@ def read_config(argv: Sequence[str], prog: str, *methods: str) -> DiffusionConfi
     )
     if config.method not in methods:
         raise UsageError(f"method={config.method}: this script is for {' and '.join(methods)}")
+    refuse_idle_sections(config)
     check_quantize(config.quantize)
     if config.init_from is not None:
         refuse_what_adapters_bring(config, said)
@@ -127,6 +129,14 @@ def read_config(argv: Sequence[str], prog: str, *methods: str) -> DiffusionConfi
         config.conversion.check(config.objective, config.adapters)
     check_run(config)
     return config
+
+
+def refuse_idle_sections(config: DiffusionConfig) -> None:
+    """Raises UsageError for settings of another method than the one that is trained."""
+    plain = DiffusionConfig()
+    for method, section in SECTION.items():
+        if method != config.method and getattr(config, section) != getattr(plain, section):
+            raise UsageError(f"{section}.* is for method={method}, this is method={config.method}: leave it out")
 
 
 def refuse_what_adapters_bring(config: DiffusionConfig, said: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..models.adapters import AdapterConfig, Adapters
-from ..models.denoiser import Origin, TargetDenoiser
+from ..models.denoiser import TargetDenoiser
 from ..models.diffusion import ObjectiveConfig
 from ..models.target import Target
 from .card import render_card, scrub_values
@@ -40,7 +40,7 @@ from .exporters.folder import (
     write_folder,
 )
 from .exporters.layout import FORMAT, RunFacts
-from .load import facts_of
+from .load import facts_of, refuse_path
 
 KIND, MERGED = "adapters", "merged"  # of `draftsmith.kind`
 Settings = TypeVar("Settings", ObjectiveConfig, AdapterConfig)
@@ -62,9 +62,6 @@ def denoiser_of(
     objective: ObjectiveConfig, target: Target, mask_id: int, adapters: Adapters | None = None
 ) -> TargetDenoiser:
     """The denoiser that was trained for `objective`: a target with adapters, or with weights that denoise by themselves."""
-    # Blocks that may begin anywhere begin with the answer where finished text is read alike wherever blocks begin; in
-    # `dual` any text's last token is an anchor.
-    anywhere: Origin = "answer" if objective.clean == "token" else "document"
     return TargetDenoiser(
         target,
         objective.block,
@@ -72,7 +69,7 @@ def denoiser_of(
         shift=objective.shift,
         causal=objective.layout != "whole",
         adapters=adapters,
-        origin=anywhere if objective.origin == "random" or objective.dual else objective.origin,
+        origin=objective.decoded_from,
         token_causal=objective.clean == "token",
         inside=objective.inside,
     )
@@ -122,8 +119,7 @@ def adapter_facts(name: str, folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{name} has export format {ours.get('format')!r}, this version reads {FORMAT}; train it again"
         )
-    if not isinstance(ours.get("target"), dict) or not isinstance(ours["target"].get("name"), str):
-        raise ValueError(f"{name}: draftsmith.target is missing; export it again")
+    refuse_path(ours.get("target"), name)
     return ours
 
 

@@ -107,6 +107,7 @@ def hub_id_and_licence(name: str, licence: str | None) -> tuple[str | None, str 
 
 def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
     """The card's text. `draft` is the name that serve commands use for this folder: a Hub id once it has one."""
+    from ..models.diffusion import ObjectiveConfig
     from .exporters import EXPORTERS, SCHEMAS  # the tables import this module's neighbours
     from .exporters.layout import measure
 
@@ -132,7 +133,8 @@ def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
             "decode": ours.get("decode") or DECODE,
             "form": schema.form if schema else "trained tensors alone, beside the model they belong to",
             "loads": schema.loads if schema else "draftsmith",
-            "serve": schema.serve(draft) if schema else {"to measure it": measure(draft)},
+            "serve": schema.serve(draft) if schema else {"to measure it": measure(draft, "tasks")},
+            "counted_from": ObjectiveConfig(**ours["objective"]).decoded_from,
         }
     else:
         exporter = EXPORTERS[ours["method"]]

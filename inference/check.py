@@ -53,7 +53,8 @@ class CheckConfig:
         export: the export folder, or a Hub id.
         target: the target's name or folder; default: the one that the export names.
         revision: of the export, when it is a Hub id.
-        dtype: float32 (100 % of the top tokens must agree) or bfloat16 (at least 98 %).
+        dtype: float32 (100 % of the top tokens must agree) or bfloat16 (at least 98 %); adapters of a denoiser, which have
+            no replay, are run in the dtype that they were trained beside.
         device: where to run.
     """
 

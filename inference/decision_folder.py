@@ -5,7 +5,7 @@
     heads/run.yaml            the run that made them
 
 They know one model: the sha256 of its adapters. Trained on, adapters are others, whose export has no heads yet.
-`strategy_beside` is how a strategy of the command line gets them.
+`with_head` and `strategy_beside` are how a strategy of the command line gets them.
 
 Test: pytest tests/test_decision_folder.py
 """
@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 from ..models.decision_heads import PairDependency, UnmaskFilter
 from ..models.denoiser import Denoiser
@@ -36,11 +37,12 @@ from .exporters.folder import (
     write_folder,
 )
 from .exporters.layout import FORMAT, RunFacts
+from .selections import Independent, Learned
 from .strategies import Strategy, strategy_of
 
 FOLDER = "heads"
 KIND = "decision_heads"
-NEEDS = {"learned": "filter", "independent": "pairs"}  # strategy -> its setting that is a head
+NEEDS: dict[type, str] = {Learned: "filter", Independent: "pairs"}  # selection -> its setting that is a head
 
 
 def save_heads(adapters: Path, denoiser: Denoiser, filter: UnmaskFilter, pairs: PairDependency, run: RunFacts) -> Path:
@@ -73,10 +75,10 @@ def save_heads(adapters: Path, denoiser: Denoiser, filter: UnmaskFilter, pairs: 
     return adapters / FOLDER
 
 
-def load_heads(name: str | Path, denoiser: Denoiser) -> tuple[UnmaskFilter, PairDependency, str]:
-    """The heads beside the adapters in folder `name`, frozen, on the denoiser's device; and the sha256 of their weights.
+def read_heads(name: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Facts and tensors of the heads beside the adapters in folder `name`, after every check that needs no model.
 
-    Raises ValueError, naming both values, for heads of another model, and incomplete or damaged ones.
+    Raises ValueError for none, heads of other adapters, and damaged ones.
     """
     adapters = Path(name).expanduser()
     folder = adapters / FOLDER
@@ -87,22 +89,33 @@ def load_heads(name: str | Path, denoiser: Denoiser) -> tuple[UnmaskFilter, Pair
     ours = read_json(folder / CONFIG).get("draftsmith")
     if not isinstance(ours, dict) or ours.get("kind") != KIND or ours.get("format") != FORMAT:
         raise ValueError(f"{folder} holds no decision heads of ours (draftsmith.kind = {KIND!r}, format {FORMAT})")
-    own = {
-        "target": denoiser.facts.fingerprint,
-        "adapters": adapters_hash(adapters),
-        "block": denoiser.block,
-        "width": denoiser.facts.width,
-    }
+    refuse_others(folder, ours, {"adapters": adapters_hash(adapters)})
+    if not (folder / WEIGHTS).is_file() or sha256_of(folder / WEIGHTS) != ours.get("sha256"):
+        raise ValueError(f"{folder / WEIGHTS} is not the file that config.json describes: damaged or changed")
+    tensors = read_tensors(folder / WEIGHTS)
+    refuse_non_finite(tensors, str(folder))
+    return ours, tensors
+
+
+def refuse_others(folder: Path, ours: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """ValueError, naming both values, where the heads' facts are not `own`."""
     for key, value in own.items():
         if ours.get(key) != value:
             raise ValueError(
                 f"{folder} belongs to another model: {key} = {ours.get(key)!r}, here it is {value!r}; train heads for "
                 "these adapters (train/fit_decision_heads.py)"
             )
-    if not (folder / WEIGHTS).is_file() or sha256_of(folder / WEIGHTS) != ours.get("sha256"):
-        raise ValueError(f"{folder / WEIGHTS} is not the file that config.json describes: damaged or changed")
-    tensors = read_tensors(folder / WEIGHTS)
-    refuse_non_finite(tensors, str(folder))
+
+
+def load_heads(name: str | Path, denoiser: Denoiser) -> tuple[UnmaskFilter, PairDependency, str]:
+    """The heads beside the adapters in folder `name`, frozen, on the denoiser's device; and the sha256 of their weights.
+
+    Raises ValueError, naming both values, for heads of another model, and incomplete or damaged ones.
+    """
+    ours, tensors = read_heads(name)
+    folder = Path(name).expanduser() / FOLDER
+    own = {"target": denoiser.facts.fingerprint, "block": denoiser.block, "width": denoiser.facts.width}
+    refuse_others(folder, ours, own)
     try:
         filter, pairs = UnmaskFilter(**ours["filter"]), PairDependency(**ours["pairs"])
         nn.ModuleDict({"filter": filter, "pairs": pairs}).load_state_dict(tensors)
@@ -129,13 +142,26 @@ def strategy_beside(
     the adapters, the name, the settings, the head."""
     settings = dict(settings or {})
     made_by: dict[str, Any] = {"adapters": adapters_hash(Path(adapters).expanduser()), "strategy": name}
-    made_by["settings"] = dict(settings)
-    if (head := NEEDS.get(name)) is not None:
+    made_by["settings"] = settings
+    if head := lacking(strategy_of(name)):
         if head in settings:
             raise ValueError(f"strategy {name}: {head} is a trained head, taken from beside the adapters; leave it out")
-        filter, pairs, made_by["heads"] = load_heads(adapters, denoiser)
-        settings[head] = {"filter": filter, "pairs": pairs}[head]
-    return strategy_of(name, settings), made_by
+        made_by["heads"] = read_heads(adapters)[0]["sha256"]
+    return with_head(strategy_of(name, settings), adapters, denoiser), made_by
+
+
+def lacking(strategy: Strategy) -> str | None:
+    """The setting of a strategy that is a head which it has not got yet; None = it needs none."""
+    setting = NEEDS.get(type(strategy.select))
+    return setting if setting is not None and getattr(strategy.select, setting) is None else None
+
+
+def with_head(strategy: Strategy, adapters: str | Path, denoiser: Denoiser) -> Strategy:
+    """The strategy with its head from beside the adapters, if it needs one. Raises ValueError as `load_heads` does."""
+    if (setting := lacking(strategy)) is None:
+        return strategy
+    filter, pairs, _ = load_heads(adapters, denoiser)
+    return replace(strategy, select=replace(strategy.select, **{setting: {"filter": filter, "pairs": pairs}[setting]}))
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ Test: pytest tests/test_merge.py tests/test_denoiser_commands.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from .adapter_folder import KIND, MERGED, denoiser_of, load_adapters, settings_o
 from .canvas import sight
 from .card import DECODE
 from .check import TOLERANCE, TOP, CheckConfig, CheckResult, float32_target, stored_positions
+from .decision_folder import lacking, read_heads, with_head
 from .diffuse import DiffuseConfig
 from .exporters import SCHEMAS
 from .exporters.folder import (
@@ -42,7 +43,7 @@ from .exporters.folder import (
     sha256_of,
 )
 from .exporters.layout import FORMAT, Slot
-from .load import resolve
+from .load import refuse_path, resolve
 from .strategies import strategy_of
 
 MASKS = 16  # places of a replayed text that are shown at least, where its last block is longer
@@ -94,6 +95,7 @@ def load_base(
     base = stored.ours.get("target")
     if not isinstance(base, dict) or not isinstance(base.get("name"), str):
         raise ValueError(f"{stored.name} names no model that it was converted from: there is none to compare with")
+    refuse_path(base, stored.name)
     revision = revision or (None if name else base.get("revision"))
     target = load_target(
         name or base["name"], dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
@@ -133,6 +135,8 @@ def verify_denoiser(stored: Stored) -> None:
     else:
         settings_of(ObjectiveConfig, stored.ours.get("objective"), f"{stored.name}: draftsmith.objective")
     file = stored.folder / WEIGHTS
+    if more := sorted(p.name for p in stored.folder.glob("*.safetensors") if p.name != WEIGHTS):
+        raise ValueError(f"{stored.name} holds {', '.join(more)} beside {WEIGHTS}: no file of an export; remove it")
     read_header(file)
     if sha256_of(file) != stored.ours.get("sha256"):
         raise ValueError(f"{file} does not have the sha256 of config.json: damaged or changed")
@@ -197,16 +201,36 @@ def decode_of_denoiser(
 ) -> DiffuseConfig:
     """How to decode: what is asked for, else what the folder recommends, else `DECODE`. `steps` alone means `fixed`.
 
-    Raises ValueError for an unknown strategy, or a setting that it does not have.
+    Raises ValueError for an unknown strategy, a setting that it does not have, and a head that the folder does not have.
     """
     settings: dict[str, Any] = {}
     if strategy is None and steps is not None and threshold is None:
         strategy = "fixed"
     if strategy is None:
         decode = stored.ours.get("decode") or DECODE
-        strategy, settings = decode["strategy"], dict(decode["settings"])
+        if not isinstance(decode, dict) or not isinstance(decode.get("settings"), dict):
+            raise ValueError(
+                f"{stored.name}: draftsmith.decode = {decode!r}: no strategy with settings; export it again"
+            )
+        strategy, settings = str(decode.get("strategy")), dict(decode["settings"])
     settings |= {k: v for k, v in (("threshold", threshold), ("steps", steps)) if v is not None}
-    return DiffuseConfig(strategy_of(strategy, settings), sub_block=sub_block)
+    how = DiffuseConfig(strategy_of(strategy, settings), sub_block=sub_block)
+    refuse_without_head(stored, how, strategy)
+    return how
+
+
+def refuse_without_head(stored: Stored, how: DiffuseConfig, name: str) -> None:
+    """ValueError for a strategy with a trained head where there is none; no weights are needed to tell."""
+    if lacking(how.strategy) is None:
+        return
+    if stored.kind != "adapters":
+        raise ValueError(f"strategy {name} needs a trained head, which lies beside adapters; {stored.name} has none")
+    read_heads(stored.folder)
+
+
+def complete(stored: Stored, how: DiffuseConfig, denoiser: Denoiser) -> DiffuseConfig:
+    """The settings with the head of their strategy, where it has one, from beside the adapters."""
+    return replace(how, strategy=with_head(how.strategy, stored.folder, denoiser))
 
 
 # The replay
@@ -238,6 +262,8 @@ def make_masked_replay(denoiser: TargetDenoiser) -> dict[str, Tensor]:
 def check_denoiser(cfg: CheckConfig, stored: Stored) -> CheckResult:
     """`draftsmith check` of a denoiser: everything that loading refuses, and finite logits of masks; of merged weights
     the replay too. Prints one line. Raises ValueError when it is not what was exported."""
+    if stored.kind != "adapters" and cfg.target is not None:
+        raise ValueError(f"target = {cfg.target!r}: the weights of {cfg.export} stand alone; leave it out")
     dtype = cfg.dtype if stored.kind != "adapters" else stored.ours.get("dtype", cfg.dtype)
     base = load_base(stored, cfg.target, dtype=dtype, device=cfg.device) if stored.kind == "adapters" else None
     denoiser = load_denoiser(stored, base, dtype=dtype, device=cfg.device)

@@ -5,7 +5,7 @@ identity), transformers' `generate`, and every draft setting. So all see the sam
 machine (what goes wrong otherwise: reference numbers taken in another run, warm-up on the first prompt, tokens counted
 from text). Interrupted runs go on where they stopped. A row whose losslessness check is red shows no speed.
 
-    draftsmith evaluate --model EXPORT --suite mini --k [2,4]
+    draftsmith evaluate --model EXPORT --suite mini --k 2,4
     draftsmith evaluate --target smollm2 --model ngram --also suffix,recycling --k 8
     draftsmith evaluate --model CONVERTED --suite tasks        # a denoiser: evaluate_denoiser.py
     pytest tests/test_evaluate.py
@@ -34,7 +34,7 @@ from ..losses.probs import SamplingParams
 from ..models import TRAINING_FREE, FreeSettings
 from ..models.target import Target, load_target
 from .card import write_card
-from .denoisers import Stored, load_base, load_denoiser, stored_denoiser
+from .denoisers import Stored, complete, load_base, load_denoiser, refuse_without_head, stored_denoiser
 from .evaluate_denoiser import evaluate_denoiser, print_denoiser_report, settings_of_strategy
 from .figures import (
     CAUSES,
@@ -89,7 +89,8 @@ class EvaluateConfig:
     max_new_tokens: int = 64
     """Longest answer, in tokens."""
     k: tuple[int, ...] = (2, 4)
-    """Tokens drafted per pass (root excluded); every value is measured and the fastest named."""
+    """Tokens drafted per pass (root excluded); every value is measured and the fastest named. Of a denoiser that drafts for
+    its base: one value (by default 2)."""
     trees: tuple[str, ...] = ("chain",)
     """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
@@ -285,8 +286,19 @@ def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
     plain = EvaluateConfig("")
     if idle := [f for f in asdict(cfg) if f not in used and getattr(cfg, f) != getattr(plain, f)]:
         raise ValueError(f"{', '.join(idle)}: {cfg.model} is a denoiser, these are for drafters; leave them out")
+    if cfg.k != plain.k and len(cfg.k) > 1:
+        raise ValueError(f"k = {list(cfg.k)}: {cfg.model} is a denoiser, which drafts at one length per run; give one")
+    if stored.kind == "layout" and cfg.target is not None:
+        raise ValueError(f"target = {cfg.target!r}: {cfg.model} is a model of its own, with no base; leave it out")
     path = _json_path(cfg)
     ways = [way for name in cfg.strategies for way in settings_of_strategy(name, cfg.thresholds)]
+    if not ways or (cfg.thresholds != plain.thresholds and all(label in cfg.strategies for label, _ in ways)):
+        raise ValueError(
+            f"strategies = {list(cfg.strategies)}, thresholds = {list(cfg.thresholds)}: give one strategy at least, and "
+            "thresholds if it has one, else none"
+        )
+    for label, how in ways:
+        refuse_without_head(stored, how, label)
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     load = partial(
         load_base,
@@ -305,7 +317,7 @@ def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
         base,
         prompts,
         SUITES[cfg.suite].score,
-        ways,
+        [(label, complete(stored, how, denoiser)) for label, how in ways],
         k=min(cfg.k),
         max_new_tokens=cfg.max_new_tokens,
         draws=cfg.bootstrap,
@@ -316,7 +328,7 @@ def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
     path.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
     print_denoiser_report(report, console)
     console.print(visible(f"wrote {path}"))
-    if cfg.card and Path(cfg.model).is_dir():
+    if cfg.card and stored.kind != "layout" and Path(cfg.model).is_dir():  # other projects' folders stay as they are
         (Path(cfg.model) / "report.json").write_bytes(path.read_bytes())
         write_card(Path(cfg.model))
         console.print(visible(f"its table is in the model card, {Path(cfg.model) / 'README.md'}"))

@@ -5,7 +5,7 @@ the model that a merged folder names), the denoiser by each strategy and thresho
 `diffusion_figures.COUNTING` and printed with the table. Adapters also draft for their base, at a fixed width, at which
 every answer must be plain decoding's own to the bit. Only first turns are answered.
 
-    draftsmith evaluate --model CONVERTED --suite tasks --thresholds [0.7,0.9]
+    draftsmith evaluate --model CONVERTED --suite tasks --thresholds 0.7,0.9
     pytest tests/test_denoiser_commands.py
 """
 
@@ -60,11 +60,12 @@ def evaluate_denoiser(
     """Answer and count.
 
     `base`: the model that was converted; None = there is none to compare with. `score(answer, reference)`: of the suite,
-    None = answers are not scored. `ways`: (label, settings). `k`: tokens per draft of self-drafting.
+    None = answers are not scored. `ways`: (label, settings); a label is a strategy's name, a threshold behind it. `k`: tokens
+    per draft of self-drafting.
 
     Returns:
-        {"run", "base", "rows" (each with "retention"), "aup", "self_draft", "counting"}; figures that need scores or a base
-        are None without, "self_draft" for merged weights too, which have no path of their base's left.
+        {"run", "base", "rows" (each with "retention"), "aup" (by strategy), "self_draft", "counting"}; figures that need
+        scores or a base are None without, "self_draft" for merged weights too, which have no path of their base's left.
     """
     params = SamplingParams(max_new_tokens=max_new_tokens)
     ids = [prompt_ids(prompt.messages, denoiser.tokenizer) for prompt in prompts]
@@ -84,9 +85,13 @@ def evaluate_denoiser(
         scored = plain is not None and row["accuracy"] is not None
         row["retention"] = retention(plain or [], answers, draws=draws, seed=seed) if scored else None
         report["rows"].append(row)
-    rows = [r for r in report["rows"] if r["accuracy"] is not None and r["tokens_per_forward"] is not None]
-    if rows:
-        report["aup"] = area([(r["tokens_per_forward"], r["accuracy"]) for r in rows])
+    curves: dict[str, list[tuple[float, float]]] = {}  # one per strategy: thresholds are the settings of a curve
+    for row in report["rows"]:
+        if row["accuracy"] is not None and row["tokens_per_forward"] is not None:
+            curves.setdefault(row["name"].split()[0], []).append((row["tokens_per_forward"], row["accuracy"]))
+    if curves:
+        best = max(accuracy for points in curves.values() for _, accuracy in points)
+        report["aup"] = {name: area(points, best) for name, points in curves.items()}
     if base is not None and base is denoiser.target and denoiser.causal:
         report["self_draft"] = self_drafting(base, denoiser, prompts, ids, params, k, draws, seed)
     return report
@@ -168,8 +173,8 @@ def print_denoiser_report(report: Row, console: Console) -> None:
                 number((row.get("retention") or {}).get("retained")),
             )
     console.print(table)
-    if report["aup"] is not None:
-        console.print(visible(f"area under accuracy over tokens per forward: {report['aup']:.1f}"))
+    for name, value in (report["aup"] or {}).items():
+        console.print(visible(f"area under accuracy over tokens per forward, {name}: {value:.1f}"))
     if draft := report["self_draft"]:
         tau = with_interval(draft["tau"], draft["interval"])
         console.print(

@@ -25,7 +25,7 @@ from ..models import FreeSettings
 from ..models.denoiser import Denoiser
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
-from .denoisers import Stored, decode_of_denoiser, load_base, load_denoiser, stored_denoiser
+from .denoisers import Stored, complete, decode_of_denoiser, load_base, load_denoiser, stored_denoiser
 from .diffuse import DiffuseConfig, diffuse
 from .load import class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import visible
@@ -208,8 +208,12 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
             f"{cfg.model}: merged or fully trained weights have no autoregressive path left to draft for: --self_draft needs "
             "adapters"
         )
-    if stored.kind != "adapters" and cfg.target is not None:
-        raise ValueError(f"target = {cfg.target!r}: the weights of {cfg.model} stand alone; leave it out")
+    for name in ("target", "target_revision", "trust_remote_code"):
+        if stored.kind != "adapters" and (value := getattr(cfg, name)):
+            raise ValueError(f"{name} = {value!r}: the weights of {cfg.model} stand alone; leave it out")
+    if how is None:  # refused before weights load
+        refuse_tree(SelfDraft, decode_of(cfg))
+        refuse_rule(SelfDraft, decode_of(cfg), [sampling])
     base = None
     if stored.kind == "adapters":
         base = load_base(
@@ -233,6 +237,7 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
         ]
     else:
         painter, events = Painter(denoiser.tokenizer, console, False), list[Event]()
+        how = complete(stored, how, denoiser)
         (result,) = diffuse(denoiser, [ids], sampling, how, on_event=painter.paint if cfg.stream else events.append)
         for event in events:
             painter.paint(event)

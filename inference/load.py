@@ -96,14 +96,16 @@ def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]
         raise ValueError(f"{name} has export format {ours['format']!r}, this version reads {FORMAT}; export it again")
     if ours["method"] not in EXPORTERS:
         raise ValueError(f"{name} declares method {ours['method']!r}; known: {', '.join(EXPORTERS)}")
-    name_of_target = ours["target"].get("name") if isinstance(ours["target"], dict) else None
-    if not isinstance(name_of_target, str) or not (
-        HUB_ID.fullmatch(name_of_target) or PLAIN_NAME.fullmatch(name_of_target)
-    ):
-        raise ValueError(
-            f"{name}: config.json names the target {name_of_target!r}; needed: a Hub id or a plain name, no path"
-        )
+    refuse_path(ours["target"], name)
     return config
+
+
+def refuse_path(target: Any, where: str) -> None:
+    """ValueError unless the facts of an export's target name it by a Hub id or a plain name: no file may send a reader
+    elsewhere on this machine."""
+    name = target.get("name") if isinstance(target, Mapping) else None
+    if not isinstance(name, str) or not (HUB_ID.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
+        raise ValueError(f"{where}: config.json names the target {name!r}; needed: a Hub id or a plain name, no path")
 
 
 def verify_folder(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:

@@ -9,8 +9,8 @@
     replay/, run.yaml, README.md                             for `check`, of the training, the card
 
 Sums are made in float32 at least and stored in the dtype that the adapters were trained beside. What is written was
-built anew and compared with the adapters at work; a merge that computes something else is refused. So are `dual` adapters
-(they act on some rows alone), and folders that are merged already.
+built anew and compared with the adapters at work: in float32 a difference is refused, in half types, which round, it is
+told. Refused too are `dual` adapters (they act on some rows alone), and folders that are merged already.
 
 Test: pytest tests/test_merge.py
 """
@@ -30,9 +30,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ..models.target import DTYPES, Target, load_target, quiet
-from .adapter_folder import MERGED, Converted, adapter_facts, denoiser_of, load_adapters
+from .adapter_folder import KIND, MERGED, Converted, adapter_facts, denoiser_of, load_adapters
 from .card import DECODE, render_card, scrub_values
 from .check import stored_positions
+from .decision_folder import lacking
 from .denoisers import facts_of_objective, in_float32, make_masked_replay, masked_logits
 from .export import run_yaml
 from .exporters import SCHEMAS
@@ -59,6 +60,8 @@ Row = dict[str, Any]
 CHANGES = "merge.json"
 GENERATION = "generation_config.json"
 TOLERANCE = 1e-4  # of the largest logit, in float32: another order of sums
+# Of the base's JSON files: where it lay, and code that is not here.
+LEFT_OUT = ("name_or_path", "_name_or_path", "auto_map")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class MergeConfig:
     adapters: str
     """Export folder or Hub id of the adapters."""
     out: str
-    """Folder to write; an older export there is replaced."""
+    """Folder to write; an older export there is replaced, unless it holds adapters."""
     schema: str = "plain"
     """Form of the result: plain (any base), sdar (Qwen3 without shift) or fast_dllm_v2 (Qwen2 with shift)."""
     target: str | None = None
@@ -81,7 +84,7 @@ class MergeConfig:
     """Of the stored weights; null = what the adapters were trained beside."""
     strategy: str = DECODE["strategy"]
     """How to decode the result, recorded for `generate` and engines (inference/README.md)."""
-    threshold: float | None = DECODE["settings"]["threshold"]
+    threshold: float | None = None
     """The strategy's threshold, recorded with it; null = the strategy's own, or it has none."""
     trust_remote_code: bool = False
     """Run code that comes with the target."""
@@ -91,8 +94,13 @@ def run_merge(cfg: MergeConfig) -> None:
     """The command. Raises ValueError for what cannot be merged, before weights are loaded where that can be told."""
     if cfg.schema not in SCHEMAS:
         raise ValueError(f"schema = {cfg.schema!r}: choose one of {', '.join(SCHEMAS)}")
-    settings = {} if cfg.threshold is None else {"threshold": cfg.threshold}
-    strategy_of(cfg.strategy, settings)
+    settings = dict(DECODE["settings"]) if cfg.strategy == DECODE["strategy"] else {}
+    settings |= {} if cfg.threshold is None else {"threshold": cfg.threshold}
+    if head := lacking(strategy_of(cfg.strategy, settings)):
+        raise ValueError(
+            f"strategy {cfg.strategy} decides by a trained head ({head}), which stays beside the adapters; record another one"
+        )
+    refuse_place(Path(cfg.out))
     folder = resolve(cfg.adapters, cfg.revision)
     ours = adapter_facts(cfg.adapters, folder)
     if ours.get("dual"):
@@ -143,7 +151,8 @@ def merge(
     """
     folder, adapters, objective = Path(folder), converted.adapters, converted.objective
     target, mask_id, dtype = adapters.target, adapters.mask_id, dtype or adapters.target.dtype
-    refuse_foreign_folder(folder)
+    refuse_place(folder)
+    refuse_foreign_code(target)
     schema.refuse(target.facts, target.model.config.to_dict(), objective, mask_id)
     state = adapters.merged()
     refuse_non_finite(state, "merged weights")
@@ -154,7 +163,7 @@ def merge(
     fresh = Target(model, tokenizer, target.facts.name, target.facts.revision)
     denoiser = denoiser_of(objective, fresh, mask_id)
     report["logits"] = compare(converted, denoiser)
-    if dtype == torch.float32 and report["logits"]["difference"] > TOLERANCE:
+    if dtype == torch.float32 and not report["logits"]["difference"] <= TOLERANCE:
         raise ValueError(
             f"merged weights do not compute what the adapters do: logits differ by {report['logits']['difference']:.1e} of the "
             f"largest (allowed {TOLERANCE:g}); use the adapters as they are, and report this"
@@ -184,7 +193,7 @@ def merge(
             model.save_pretrained(place, max_shard_size="1000GB")  # one file, which is what its hash speaks of
             tokenizer.save_pretrained(place)
         for file in (place / CONFIG, place / "tokenizer_config.json"):
-            raw = {k: v for k, v in read_json(file).items() if k not in ("name_or_path", "_name_or_path")}
+            raw = {k: v for k, v in read_json(file).items() if k not in LEFT_OUT}
             if file.name == CONFIG:
                 raw |= spelled(raw) | schema.keys(objective, mask_id)
                 eos = list(target.facts.eos_ids)
@@ -206,6 +215,24 @@ def merge(
 
     write_folder(folder, fill)
     return report
+
+
+def refuse_place(folder: Path) -> None:
+    """ValueError where a merged model must not be written: over adapters (its own, say), or files that are no export."""
+    refuse_foreign_folder(folder)
+    ours = read_json(folder / CONFIG).get("draftsmith") if (folder / CONFIG).is_file() else None
+    if isinstance(ours, dict) and ours.get("kind") == KIND:
+        raise ValueError(f"{folder} holds adapters, which would be lost: name another folder for the merged model")
+
+
+def refuse_foreign_code(target: Target) -> None:
+    """ValueError for a base that runs by code of its own: exports hold none, so that what is written could not be read."""
+    for part in (target.model, target.tokenizer):
+        if type(part).__module__.startswith("transformers_modules"):
+            raise ValueError(
+                f"{target.facts.name} runs by code of its own ({type(part).__name__}), which is not written into exports; use "
+                "the adapters as they are"
+            )
 
 
 def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Row:
@@ -242,7 +269,10 @@ def rebuilt(target: Target, state: Mapping[str, Tensor], dtype: torch.dtype) -> 
     config.vocab_size = len(state[f"{embed}.weight"])
     with quiet():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict({name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()})
+    stored = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
+    if lost := [name for name, t in stored.items() if not bool(t.isfinite().all())]:
+        raise ValueError(f"merged weights overflow in {dtype} ({', '.join(lost[:4])}): add --dtype bfloat16 or float32")
+    model.load_state_dict(stored)
     return model.to(target.device).eval()
 
 

@@ -45,6 +45,7 @@ from .commit import Result
 from .decision_folder import settings_of, strategy_beside
 from .diffuse import DiffuseConfig, diffuse
 from .endpoint import Answer, ask, json_of, request
+from .load import resolve
 from .progress import progress_bar
 from .speculate import DecodeConfig, generate
 from .strategies import strategy_of
@@ -83,7 +84,7 @@ class RolloutConfig:
     batch_rows: int = 8
     """Conversations decoded together, or requests in flight with an endpoint."""
     adapters: str | None = None
-    """Exported adapters (folder) of a converted target: it answers as a denoiser."""
+    """Exported adapters (folder or Hub id) of a converted target: it answers as a denoiser."""
     strategy: str = "threshold"
     """How a denoiser decodes: an entry of STRATEGIES. `learned` and `independent` take their heads from beside the
     adapters."""
@@ -346,8 +347,9 @@ def run_rollout(cfg: RolloutConfig) -> None:
         if cfg.adapters is None:
             report = rollout(target, conversations, cfg.out, cfg.params(), cfg.batch_rows, cfg.seed)
         else:
-            denoiser = load_adapters(cfg.adapters, target).denoiser()
-            strategy, made_by = strategy_beside(cfg.adapters, denoiser, cfg.strategy, settings_of(cfg.settings))
+            adapters = str(resolve(cfg.adapters))
+            denoiser = load_adapters(adapters, target).denoiser()
+            strategy, made_by = strategy_beside(adapters, denoiser, cfg.strategy, settings_of(cfg.settings))
             report = rollout_denoiser(
                 denoiser,
                 conversations,

@@ -142,6 +142,14 @@ class ObjectiveConfig:
     def copies(self) -> int:
         return 2 if self.complementary else 1
 
+    @property
+    def decoded_from(self) -> Literal["document", "answer"]:
+        """Where decoding counts blocks from. Blocks that may begin anywhere begin with the answer where finished text is read
+        alike wherever blocks begin; in `dual` any text's last token is an anchor."""
+        if self.origin != "random" and not self.dual:
+            return self.origin
+        return "answer" if self.clean == "token" else "document"
+
 
 PRESETS: dict[str, ObjectiveConfig] = {
     # Public code has no document mask; here documents are always apart.

@@ -183,10 +183,13 @@ def corrupt(text: Text, config: ObjectiveConfig) -> list[Copy]:
 
 
 def ordered(text: Text) -> tuple[Text, Tensor]:
-    """The text with nothing to hide but tokens whose place in the order of decoding is known, and that order."""
+    """The text with nothing to hide but tokens whose place in the order of decoding is known, and that order.
+
+    Raises ValueError for a text of samples that have none. One whose known tokens were all cut off has nothing to hide.
+    """
     order_BT = torch.full_like(text.ids_BT, -1) if text.order_BT is None else text.order_BT
     known_BT = order_BT >= 0
-    if bool(text.hideable_BT.any()) and not bool((known_BT & text.hideable_BT).any()):
+    if text.order_BT is None and bool(text.hideable_BT.any()):
         raise ValueError(
             "objective.draw = latest: these samples do not say in which order they were decided; let the model answer "
             "with `draftsmith rollout --adapters FOLDER --order true`"

@@ -92,6 +92,8 @@ def test_wrong_requests_are_refused_by_name() -> None:
         (["preset=idlm", "conversion.curriculum=1,2", "budget.steps=1"], "block_diffusion", "does not end with"),
         (["conversion.labels=teacher", "budget.steps=1"], "block_diffusion", "needs layout=single"),
         (["on_policy.level=0", "budget.steps=1"], "on_policy", "level must lie in"),
+        (["on_policy.second=trajectory", "budget.steps=1"], "certainty", r"on_policy\.\* is for method=on_policy"),
+        (["certainty.beta=2", "budget.steps=1"], "block_diffusion", r"certainty\.\* is for method=certainty"),
         ([], "block_diffusion", "no budget"),
     ):
         with pytest.raises((UsageError, ValueError), match=words):

@@ -20,9 +20,11 @@ from draftsmith.configs.heads import HeadsConfig
 from draftsmith.configs.parse import parse, to_yaml
 from draftsmith.inference.adapter_folder import load_adapters, save_adapters
 from draftsmith.inference.decision_folder import load_heads, save_heads, strategy_beside
+from draftsmith.inference.denoisers import complete, decode_of_denoiser, stored_denoiser
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.exporters.folder import sha256_of
 from draftsmith.inference.exporters.layout import RunFacts
+from draftsmith.inference.push import stage
 from draftsmith.inference.rollout import RolloutConfig, run_rollout
 from draftsmith.inference.strategies import strategy_of
 from draftsmith.losses.probs import SamplingParams
@@ -177,8 +179,13 @@ def test_the_script_trains_what_decoding_loads(tmp_path: Path) -> None:
     denoiser = load_adapters(str(export), tiny_target()).denoiser()
     for name in ("learned", "independent"):
         strategy, _ = strategy_beside(export, denoiser, name)
-        results = diffuse(denoiser, [[5, 9, 77], [44]], SamplingParams(max_new_tokens=9), DiffuseConfig(strategy))
-        assert all(r.ids for r in results)
+        prompts_of_ids, params = [[5, 9, 77], [44]], SamplingParams(max_new_tokens=9)
+        results = diffuse(denoiser, prompts_of_ids, params, DiffuseConfig(strategy))
+        stored = stored_denoiser(str(export))
+        assert stored is not None
+        how = complete(stored, decode_of_denoiser(stored, name), denoiser)  # as `generate` and `evaluate` do
+        again_results = diffuse(denoiser, prompts_of_ids, params, how)
+        assert all(r.ids and r.ids == a.ids for r, a in zip(results, again_results, strict=True))
         out = tmp_path / f"{name}.jsonl"
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
@@ -196,6 +203,9 @@ def test_the_script_trains_what_decoding_loads(tmp_path: Path) -> None:
         )
         assert json.loads(out.read_text())["order"]
         assert "heads" in json.loads(out.with_name(out.name + ".settings.json").read_text())
+    (tmp_path / "staged").mkdir()
+    sent = {p.as_posix() for p in stage(export, "jane/heads", tmp_path / "staged")}
+    assert {"heads/config.json", "heads/model.safetensors", "heads/run.yaml"} <= sent
     with pytest.raises(ValueError, match="adapters fit their own base"):
         fit_decision_heads.main([*argv, f"init_from={other(tmp_path)}"])
 

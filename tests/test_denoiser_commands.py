@@ -73,7 +73,12 @@ def test_flags_that_change_nothing_are_refused(folders: dict[str, str], capsys: 
     for settings, words in (
         ({"model": folders["merged"], "tree": "static"}, "tree: are about drafts"),
         ({"model": folders["merged"], "k": 2, "show": True}, "show, k: are about drafts"),
-        ({"model": folders["merged"], "target": "tiny"}, "stand alone"),
+        ({"model": folders["merged"], "target": "tiny"}, "target = 'tiny': .* stand alone"),
+        ({"model": folders["merged"], "target_revision": "main"}, "target_revision = 'main': .* stand alone"),
+        ({"model": folders["merged"], "strategy": "learned"}, "which lies beside adapters"),
+        ({"model": folders["adapters"], "strategy": "learned"}, "has no decision heads; train them"),
+        ({"model": folders["adapters"], "self_draft": True, "tree": "best_first"}, "proposes drafts of its own"),
+        ({"model": folders["adapters"], "self_draft": True, "verifier": "typical"}, "allow"),
         ({"model": folders["adapters"], "self_draft": True, "steps": 2}, "steps: say how a denoiser answers"),
         ({"target": "tiny", "strategy": "fixed"}, "strategy: are for denoisers"),
         ({"model": folders["adapters"], "strategy": "thresold"}, "use one of"),
@@ -88,11 +93,14 @@ def test_flags_that_change_nothing_are_refused(folders: dict[str, str], capsys: 
 def test_settings_come_from_the_flags_then_the_folder(folders: dict[str, str]) -> None:
     stored = stored_denoiser(folders["merged"])
     assert stored is not None
-    for name in STRATEGIES:
+    for name in STRATEGIES.keys() - {"learned", "independent"}:
         assert decode_of_denoiser(stored, name).strategy == STRATEGIES[name]
     assert decode_of_denoiser(stored).strategy == STRATEGIES["threshold"]
     assert decode_of_denoiser(stored, threshold=0.5).strategy == strategy_of("threshold", {"threshold": 0.5})
     assert decode_of_denoiser(stored, steps=3, sub_block=2).strategy == strategy_of("fixed", {"steps": 3})
+    for wrong in ({"strategy": "margin"}, ["margin"], {"strategy": "margni", "settings": {}}):
+        with pytest.raises(ValueError, match=r"draftsmith\.decode|use one of"):
+            decode_of_denoiser(replace(stored, ours=stored.ours | {"decode": wrong}))
 
 
 def test_evaluate_counts_against_the_base(
@@ -107,7 +115,11 @@ def test_evaluate_counts_against_the_base(
         assert [row["name"] for row in report["rows"]] == ["threshold 0", "threshold 2", "margin"]
         fast, slow, _ = report["rows"]
         assert report["base"]["tokens_per_forward"] == 1 and slow["tokens_per_forward"] < fast["tokens_per_forward"]
-        assert fast["retention"]["prompts"] == 3 and report["aup"] is not None and "forwards" in report["counting"]
+        assert (
+            fast["retention"]["prompts"] == 3
+            and report["aup"].keys() == {"threshold", "margin"}
+            and "forwards" in report["counting"]
+        )
         draft = report["self_draft"]
         assert draft is None if kind == "merged" else (draft["same"] == draft["answers"] == 3 and draft["tau"] >= 1)
         card = (Path(folder) / "README.md").read_text()
@@ -116,6 +128,15 @@ def test_evaluate_counts_against_the_base(
         capsys.readouterr()
     with pytest.raises(ValueError, match=r"trees: .* is a denoiser, these are for drafters"):
         run_evaluate(EvaluateConfig(folders["merged"], trees=("static",), **common))
+    for wrong, words in (
+        ({"k": (2, 3)}, "drafts at one length per run"),
+        ({"strategies": ()}, "give one strategy at least"),
+        ({"thresholds": ()}, "give one strategy at least"),
+        ({"strategies": ("margin",), "thresholds": (0.5,)}, "thresholds if it has one"),
+        ({"strategies": ("learned",)}, "strategy learned needs a trained head"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run_evaluate(EvaluateConfig(folders["merged"], **common | wrong))
     with pytest.raises(ValueError, match="strategies, thresholds: are for denoisers"):
         run_evaluate(EvaluateConfig("ngram", target="tiny", strategies=("fixed",), **common))
 
@@ -142,6 +163,11 @@ def test_push_and_load_back(folders: dict[str, str], fake_hub: Any, tmp_path: Pa
         extra = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "merge.json"}
         assert (extra <= sent) == (kind == "merged")
     folder = Path(folders["merged"])
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"vocab_file": "/home/jane/vocab.txt"}))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json holds what must not be published"):
+        stage(folder, "jane/some-model", tmp_path / "merged")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "notes.txt").write_text("mine alone")
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
     environment = fake_hub.environment | {"HF_TOKEN": "hf_PlantedPlantedPlantedPlantedPlant"}

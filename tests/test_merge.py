@@ -23,6 +23,7 @@ from draftsmith.inference.adapter_folder import Converted, denoiser_of, save_ada
 from draftsmith.inference.check import CheckConfig, check_export
 from draftsmith.inference.denoisers import load_denoiser, masked_logits, stored_denoiser
 from draftsmith.inference.diffuse import diffuse
+from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
 from draftsmith.inference.exporters import SCHEMAS, fast_dllm_v2
 from draftsmith.inference.exporters.folder import REPLAY, sha256_of
 from draftsmith.inference.exporters.layout import RunFacts
@@ -234,7 +235,7 @@ def small_adapters(folder: Path, kind: Any = "lora") -> Converted:
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_command_merges_once(kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = small_adapters(tmp_path / "adapters", kind), str(tmp_path / "out")
-    run_merge(MergeConfig(str(tmp_path / "adapters"), out, strategy="margin", threshold=None))
+    run_merge(MergeConfig(str(tmp_path / "adapters"), out, strategy="margin"))
     assert "0 did not" in capsys.readouterr().out if kind == "full" else "did not" in capsys.readouterr().out
     stored = stored_denoiser(out)
     assert stored is not None and stored.ours["decode"] == {"strategy": "margin", "settings": {}}
@@ -260,6 +261,29 @@ def test_the_command_merges_once(kind: Any, tmp_path: Path, capsys: pytest.Captu
     change_config(tmp_path / "adapters", lambda c: c["draftsmith"].update(sha256=sha_of(tmp_path / "adapters")))
     with pytest.raises(ValueError, match="NaN"):
         run_merge(MergeConfig(str(tmp_path / "adapters"), out))
+
+
+def test_a_merge_keeps_the_adapters_and_writes_nothing_that_cannot_be_read(tmp_path: Path) -> None:
+    small_adapters(tmp_path / "adapters")
+    adapters = str(tmp_path / "adapters")
+    with pytest.raises(ValueError, match="holds adapters, which would be lost"):
+        run_merge(MergeConfig(adapters, adapters))
+    assert json.loads((tmp_path / "adapters/config.json").read_text())["draftsmith"]["kind"] == "adapters"
+    with pytest.raises(ValueError, match="trained head"):
+        run_merge(MergeConfig(adapters, str(tmp_path / "x"), strategy="learned"))
+    model = converted("plain", kind="full")
+    model.adapters.target.head_weight.data *= 1e6
+    with pytest.raises(ValueError, match=r"overflow in torch\.float16 \(lm_head\.weight\)"):
+        merge(model, tmp_path / "x", SCHEMAS["plain"], dtype=torch.float16)
+    model = converted("plain")
+    model.adapters.target.model.config.auto_map = {"AutoModelForCausalLM": "code.Model"}
+    merge(model, tmp_path / "plain", SCHEMAS["plain"])
+    assert "auto_map" not in json.loads((tmp_path / "plain/config.json").read_text())
+    base = model.adapters.target.model
+    base.__class__ = type("Own", (type(base),), {"__module__": "transformers_modules.owner.code"})
+    with pytest.raises(ValueError, match=r"code of its own \(Own\)"):
+        merge(model, tmp_path / "x", SCHEMAS["plain"])
+    assert not (tmp_path / "x").exists()
 
 
 def sha_of(folder: Path) -> str:
@@ -305,6 +329,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: change_config(f, lambda c: c.pop("mask_token"), "tokenizer_config.json"), "mask and ending ids are None"
     ),
     "no replay": (lambda f: (f / REPLAY).unlink(), "has no replay"),
+    "weights beside": (lambda f: save_file({UP: torch.zeros(2)}, f / "z.safetensors"), "z.safetensors beside"),
     "another format": (lambda f: change_config(f, lambda c: c["draftsmith"].update(format=9)), "format 9"),
 }  # fmt: skip
 
@@ -318,12 +343,39 @@ def test_check_finds(fault: str, merged: Path, tmp_path: Path) -> None:
         check_export(CheckConfig(str(tmp_path / "x")))
 
 
+def test_folders_of_other_projects_are_measured_and_left_alone(merged: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sdar"
+    shutil.copytree(merged, folder)
+    change_config(folder, lambda c: c.pop("draftsmith"))
+    before = {p: sha256_of(p) for p in folder.rglob("*") if p.is_file()}
+    cfg = EvaluateConfig(
+        str(folder),
+        suite="tasks",
+        prompts=2,
+        max_new_tokens=4,
+        dtype="float32",
+        out=str(tmp_path / "out"),
+        thresholds=(0.9,),
+    )
+    assert run_evaluate(cfg) == 0
+    assert json.loads((tmp_path / "out/report.json").read_text())["base"] is None
+    assert before == {p: sha256_of(p) for p in folder.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError, match="a model of its own, with no base"):
+        run_evaluate(replace(cfg, target="tiny"))
+
+
 def test_check_agrees_with_what_was_exported(merged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = check_export(CheckConfig(str(merged)))
     assert result.pairs == result.agreeing == 16 and result.difference < 1e-5
+    with pytest.raises(ValueError, match="stand alone"):
+        check_export(CheckConfig(str(merged), target="tiny"))
     small_adapters(tmp_path / "adapters")
     check_export(CheckConfig(str(tmp_path / "adapters")))
     assert "block 4, shift True, mask 256" in capsys.readouterr().out
+    change_config(tmp_path / "adapters", lambda c: c["draftsmith"]["target"].update(name="/etc/model"))
+    with pytest.raises(ValueError, match="a Hub id or a plain name, no path"):
+        check_export(CheckConfig(str(tmp_path / "adapters")))
+    change_config(tmp_path / "adapters", lambda c: c["draftsmith"]["target"].update(name="tiny"))
     change_weights(tmp_path / "adapters", lambda t: t["mask_row"].fill_(float("inf")))
     with pytest.raises(ValueError, match="infinite"):
         check_export(CheckConfig(str(tmp_path / "adapters")))

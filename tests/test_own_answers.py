@@ -260,8 +260,10 @@ def test_tokens_of_unknown_order_are_context() -> None:
     assert not copy.hidden_BT[0, :7].any() and copy.hidden_BT[0].any() and not copy.counted_BT[2].any()
     with pytest.raises(ValueError, match="do not say in which order"):
         corrupt(cut(collate(samples_of(known=False)), objective, 2, (2,)), objective)
-    (copy,) = corrupt(cut(make_batch([[]], 8, 0, 0), objective, 2, (2,)), objective)
-    assert not copy.hidden_BT.any()
+    beyond = replace(a, order=torch.full_like(a.order, -1))  # its last answer lies behind the cut
+    for rows in ([[]], [[beyond]]):
+        (copy,) = corrupt(cut(make_batch(rows, 16, 0, 0), objective, 2, (2,)), objective)
+        assert not copy.counted_BT.any()
     with pytest.raises(ValueError, match="1 of 2 samples do not say"):
         refuse_without_order([a, replace(b, order=None)])
     for wrong in ({"complementary": True}, {"weight": "inverse"}, {"scope": "token"}):

@@ -38,8 +38,8 @@ def refuse_without_order(samples: Sequence[Sample]) -> None:
     """Raises ValueError when a sample does not say in which order its answer was decided."""
     if lacking := sum(s.order is None for s in samples):
         raise ValueError(
-            f"certainty.order = stored: {lacking} of {len(samples)} samples do not say in which order they were decided; "
-            "let the model answer with `draftsmith rollout --adapters FOLDER --order true`"
+            f"{lacking} of {len(samples)} samples do not say in which order they were decided, which this training hides them "
+            "in; let the model answer with `draftsmith rollout --adapters FOLDER --order true`"
         )
 
 
@@ -59,7 +59,7 @@ def launch(config: DiffusionConfig, script: str, argv: Sequence[str], build: Bui
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
-    if config.method == "certainty" and config.certainty.order == "stored":
+    if module.passes.objective.draw == "latest":
         refuse_without_order([*samples, *heldout_samples])
     say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
     say(f"{config.method}: {adapters.report}; mask token {adapters.mask_id} ({config.adapters.mask})")

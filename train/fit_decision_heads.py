@@ -4,8 +4,8 @@
 
 The model runs over noisy blocks of its own answers, twice, and stays as it is; then each head learns from all blocks at
 once. One process, minutes. They are written into `init_from`, in a folder `heads`, where the strategies `learned` and
-`independent` find them (`draftsmith rollout --adapters ... --strategy learned`); on blocks held out they are compared
-with a plain threshold. Tests: `pytest tests/test_decision_folder.py`.
+`independent` of `draftsmith generate`, `evaluate` and `rollout` find them; on blocks held out they are compared with a
+plain threshold. Tests: `pytest tests/test_decision_folder.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     config = parse(HeadsConfig, argv, prog=SCRIPT, description="Train the decision heads of a converted model.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("the decision heads train in one process: start the script without a launcher")
+        raise ValueError(
+            f"the decision heads train in one process: python train/{SCRIPT} ..., or PROCESSES=1 ./launch.sh train/{SCRIPT} ..."
+        )
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     target = load_target(
         config.target.name,

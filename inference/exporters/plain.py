@@ -31,7 +31,7 @@ def limits(mask_id: int, block: int) -> tuple[str, ...]:
 
 
 def serve(folder: str) -> dict[str, str]:
-    return {"to measure it": measure(folder)}
+    return {"to measure it": measure(folder, "tasks")}
 
 
 SCHEMA = Schema(
