@@ -148,7 +148,7 @@ def _load_merged(stored: Stored, dtype: str, device: str) -> TargetDenoiser:
     verify_denoiser(stored)
     objective, mask_id = merged_facts(stored)
     if ours["schema"] == "plain":
-        denoiser = denoiser_of(objective, load_target(str(folder), dtype=dtype, device=device), mask_id)
+        denoiser = denoiser_of(objective, load_target(str(folder), dtype=dtype, device=device, denoises=True), mask_id)
     else:
         denoiser = load_layout(folder, dtype=dtype, device=device)
     found = (denoiser.tokenizer.mask_token_id, denoiser.facts.eos_ids)

@@ -326,15 +326,18 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantize: Quantize = "none",
+    denoises: bool = False,
 ) -> Target:
     """Load a target by hub id, local folder, GGUF file, or built-in name (`smollm2`, `tiny`).
 
     `revision` pins a hub id (what was loaded is recorded in `facts.revision`). `trust_remote_code` needs a revision of
-    40 hexadecimal digits, and prints the files that may run. Raises ValueError for everything that would not run exactly as saved: unknown names and
-    dtypes, unsupported models, missing, unexpected, mis-shaped or non-finite weights, a tokenizer larger than the
-    embedding, a config without a rotary base.
+    40 hexadecimal digits, and prints the files that may run. Raises ValueError for everything that would not run exactly
+    as saved: unknown names and dtypes, unsupported models, missing, unexpected, mis-shaped or non-finite weights, a
+    tokenizer larger than the embedding, a config without a rotary base.
 
     `quantize`: round the layers' weights (models/quantize.py). They are read twice, first in full for the fingerprint.
+    `denoises`: it will be run as a denoiser; otherwise merged weights of a converted model, which would answer
+    nonsense, are refused.
     """
     from . import pretrained  # imports this module
 
@@ -363,6 +366,11 @@ def load_target(
         model, tokenizer = _load_model(source, dtype, quantize, device), _load_tokenizer(source)
     except OSError as error:
         raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if not denoises and getattr(model.config, "draftsmith", None):
+        raise ValueError(
+            f"target {name!r} is a converted model, its adapters merged into it: it denoises, and is no autoregressive "
+            "model any more; name the one that was converted, or give the folder as --model"
+        )
     target = Target(model, tokenizer, source.name, source.commit, quantized=quantized).to(device)
     if model.config.model_type not in FAMILIES:
         _probe(target)

@@ -247,7 +247,9 @@ def test_the_command_merges_once(kind: Any, tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(ValueError, match="is merged already"):
         run_merge(MergeConfig(out, str(tmp_path / "again")))
     with pytest.raises(ValueError, match="a converted model, its adapters merged into it"):
-        Adapters(AdapterConfig(), load_target(out, dtype="float32"))
+        load_target(out, dtype="float32")
+    with pytest.raises(ValueError, match="a converted model, its adapters merged into it"):
+        Adapters(AdapterConfig(), load_target(out, dtype="float32", denoises=True))
     with pytest.raises(ValueError, match="choose one of plain, sdar, fast_dllm_v2"):
         run_merge(MergeConfig(str(tmp_path / "adapters"), out, schema="llada"))
     with pytest.raises(ValueError, match="family llama"):
