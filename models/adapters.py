@@ -110,7 +110,7 @@ class Adapters:
         ours = any(isinstance(getattr(hook, "__self__", None), Adapters) for hook in hooks)
         if ours or any(hasattr(module, "lora_A") for module in target.model.modules()):
             raise ValueError(f"target {target.facts.name} has adapters already: load it anew, or merge them first")
-        if getattr(target.model.config, "draftsmith", None):
+        if (getattr(target.model.config, "draftsmith", None) or {}).get("kind") == "merged":
             raise ValueError(
                 f"target {target.facts.name} is a converted model, its adapters merged into it: go on from the folder of "
                 "the adapters (init_from), on the model that they were trained on"

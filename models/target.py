@@ -366,7 +366,7 @@ def load_target(
         model, tokenizer = _load_model(source, dtype, quantize, device), _load_tokenizer(source)
     except OSError as error:
         raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    if not denoises and getattr(model.config, "draftsmith", None):
+    if not denoises and (getattr(model.config, "draftsmith", None) or {}).get("kind") == "merged":
         raise ValueError(
             f"target {name!r} is a converted model, its adapters merged into it: it denoises, and is no autoregressive "
             "model any more; name the one that was converted, or give the folder as --model"
