@@ -69,7 +69,7 @@ ROTARY_BASE = 100.0  # texts have 32 tokens: at the usual 10,000 half of the fre
 OBJECTIVE = ObjectiveConfig(block=BLOCK, shift=False, padding="train")
 # Of 8 tokens half are hidden in dParallel's setting, all 8 hardly ever; to decide a block at once is to see none of it.
 CERTAINTY = CertaintyConfig(beta=1.0, level=0.9)
-SHARES = {"copy": 4, "reverse": 10, "replace": 6, "sort": 10, "insert": 18, "shuffle": 8, "latin": 14}  # of a batch
+SHARES = {"copy": 2, "reverse": 6, "replace": 4, "sort": 8, "insert": 28, "shuffle": 8, "latin": 16}  # of a batch
 THRESHOLDS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 FORCED = ("sort", "insert", "latin")  # tasks on which certainty forcing has a bound
 CLOSE = 0.5  # of the largest probability: what `Canonical` takes for undecided
@@ -83,7 +83,7 @@ class Size:
     """How much is done: optimiser steps of both trainings, own answers per task of FORCED and per other task, held-out
     prompts per task."""
 
-    steps: int = 6500
+    steps: int = 7500
     forced_steps: int = 2000
     answers: int = 3000
     other_answers: int = 1000
