@@ -148,7 +148,7 @@ test)
     sed -n '2,/^set -euo/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'
     ;;
 train/*.py)
-    [[ -f $1 ]] || { echo "error: $1 is no script; there are: $(ls train/distill_*.py | tr '\n' ' ')" >&2; exit 2; }
+    [[ -f $1 ]] || { echo "error: $1 is no script; there are: $(grep -l __main__ train/*.py | tr '\n' ' ')" >&2; exit 2; }
     set_up
     train "$@"
     ;;

@@ -148,8 +148,10 @@ def parse(
     sections: Mapping[str, type] | None = None,
     positional: Sequence[str] = (),
     description: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Spec:
-    """An instance of the dataclass `spec` from a command line.
+    """An instance of the dataclass `spec` from a command line. `defaults`: dotted keys whose default is another than the
+    class's (a preset's).
 
     Prints and exits with code 0 on `--help` and `--print_config`. Raises UsageError (one line) for an unknown key, a
     wrong type, a missing setting, or whatever `__post_init__` of a settings class refuses.
@@ -176,6 +178,7 @@ def parse(
     parser.add_class_arguments(spec, None, skip=set(sections), sub_configs=False)
     for name, kind in sections.items():
         parser.add_class_arguments(kind, name, sub_configs=False)
+    parser.set_defaults(dict(defaults or {}))
     if wants_help:
         parser.print_help()
         raise SystemExit(0)

@@ -250,23 +250,13 @@ def check(config: TrainConfig) -> None:
     from ..models import METHODS
 
     method = METHODS[config.method]
-    budget = config.budget
     for name, value, least in (
         ("states.batch_tokens", config.states.batch_tokens, 1),
-        ("evaluate.conversations", config.evaluate.conversations, 0),
         ("evaluate.probe_k", config.evaluate.probe_k, 1),
     ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    if not config.run:
-        raise ValueError("run must name a folder, got ''")
-    if all(v is None for v in (budget.steps, budget.tokens, budget.minutes, budget.epochs)):
-        raise ValueError("no budget: set one of budget.steps, budget.tokens, budget.minutes, budget.epochs")
-    if config.data.max_length > config.batch.row_length:
-        raise ValueError(
-            f"data.max_length={config.data.max_length} does not fit batch.row_length={config.batch.row_length}: "
-            "a packed row must hold the longest sample"
-        )
+    check_run(config)
     if config.draft_vocab is not None and config.draft_vocab < 1:
         raise ValueError(f"draft_vocab must be at least 1 or null, got {config.draft_vocab}")
     if config.states.source == "captured" and (unstored := {"module", "kv"} & method.loss_needs):
@@ -276,6 +266,22 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             f"method {config.method} with these settings trains on text of its own: set states.source=live "
             "(or drafter.on_policy=0)"
+        )
+
+
+def check_run(config: Any) -> None:
+    """The same for the settings that every training has (`TrainConfig`, `configs.diffusion.DiffusionConfig`)."""
+    budget = config.budget
+    if config.evaluate.conversations < 0:
+        raise ValueError(f"evaluate.conversations must be at least 0, got {config.evaluate.conversations}")
+    if not config.run:
+        raise ValueError("run must name a folder, got ''")
+    if all(v is None for v in (budget.steps, budget.tokens, budget.minutes, budget.epochs)):
+        raise ValueError("no budget: set one of budget.steps, budget.tokens, budget.minutes, budget.epochs")
+    if config.data.max_length > config.batch.row_length:
+        raise ValueError(
+            f"data.max_length={config.data.max_length} does not fit batch.row_length={config.batch.row_length}: "
+            "a packed row must hold the longest sample"
         )
 
 
@@ -291,7 +297,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differing(old: dict[str, Any], config: TrainConfig) -> list[str]:
+def differing(old: dict[str, Any], config: Any) -> list[str]:
     """One line "key: was A, is B" for each setting that must not change between two launches of a run."""
 
     def plain(value: Any) -> Any:

@@ -24,6 +24,8 @@ class Batch:
     samples_BT: Tensor  # int64 sample id: document separator and key of seeded noise; -1 = padding
     epoch: int = 0
     seed: int = 0
+    order_BT: Tensor | None = None  # int64, the decoding pass that decided the token; -1 = not known; None = of none
+    guess_BT: Tensor | None = None  # int64 [B, T'], a denoiser's own guesses (models/on_policy.py)
 
     def to(self, device: torch.device | str) -> Batch:
         return Batch(
@@ -33,6 +35,8 @@ class Batch:
             self.samples_BT.to(device),
             self.epoch,
             self.seed,
+            None if self.order_BT is None else self.order_BT.to(device),
+            None if self.guess_BT is None else self.guess_BT.to(device),
         )
 
 

@@ -45,13 +45,15 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One document: `ids` int64 [n], `supervised` bool [n] (True = a token the assistant wrote, or its end of turn)."""
+    """One document: `ids` int64 [n], `supervised` bool [n] (True = a token the assistant wrote, or its end of turn).
+    `order` int64 [n], where the answer came with it: the decoding pass that decided the token, -1 = not known."""
 
     sample_id: int
     ids: Tensor
     supervised: Tensor
     truncated: bool = False
     category: str = ""
+    order: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -120,12 +122,16 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
         ValueError: the tokenizer has no chat template, or no character offsets.
     """
     messages = _until_last_answer(conv.messages)
+    order: list[int] | None = None
     if conv.answer_ids is not None and ids_belong(conv, tokenizer):
         ids, supervised, text = _tokens(messages[:-1], tokenizer, generation_prompt=True, truncated=False)
         answer = list(conv.answer_ids)
         _check_thinking(messages, text + tokenizer.decode(answer))
         if not conv.truncated and answer[-1] not in stop_ids(tokenizer):
             answer.append(_end_of_turn(tokenizer))
+        if conv.answer_order is not None:  # an end of turn that decoding did not give was decided with the last pass
+            added = len(answer) - len(conv.answer_order)
+            order = [-1] * len(ids) + conv.answer_order + [max(conv.answer_order)] * added
         ids, supervised = ids + answer, supervised + [True] * len(answer)
     else:
         ids, supervised, text = _tokens(messages, tokenizer, generation_prompt=False, truncated=conv.truncated)
@@ -135,9 +141,10 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
     if all(supervised):
         raise Refused("every token is supervised")
     ids, supervised = ids[:max_length], supervised[:max_length]
+    order_n = None if order is None else torch.tensor(order[:max_length])
     if not any(supervised):
         raise Refused("no supervised token before max_length")
-    return Sample(sample_id, torch.tensor(ids), torch.tensor(supervised), conv.truncated, conv.category)
+    return Sample(sample_id, torch.tensor(ids), torch.tensor(supervised), conv.truncated, conv.category, order_n)
 
 
 def ids_belong(conv: Conversation, tokenizer: Any) -> bool:

@@ -77,6 +77,8 @@ def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: i
     supervised_BT = torch.zeros(shape, dtype=torch.bool)
     positions_BT = torch.zeros(shape, dtype=torch.int64)
     samples_BT = torch.full(shape, -1, dtype=torch.int64)
+    ordered = any(s.order is not None for row in rows for s in row)
+    order_BT = torch.full(shape, -1, dtype=torch.int64) if ordered else None
     for b, row in enumerate(rows):
         at = 0
         for sample in row:
@@ -85,8 +87,10 @@ def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: i
             supervised_BT[b, span] = sample.supervised
             positions_BT[b, span] = torch.arange(len(sample.ids))
             samples_BT[b, span] = sample.sample_id
+            if order_BT is not None and sample.order is not None:
+                order_BT[b, span] = sample.order
             at = span.stop
-    return Batch(ids_BT, supervised_BT, positions_BT, samples_BT, epoch=epoch, seed=seed)
+    return Batch(ids_BT, supervised_BT, positions_BT, samples_BT, epoch, seed, order_BT)
 
 
 def collate(samples: Sequence[Sample], seed: int = 0, epoch: int = 0) -> Batch:

@@ -1,7 +1,7 @@
 """Conversations from the places people keep them: the shipped set, JSONL files, and `datasets` names.
 
 Three record shapes are read: chat (`{"messages": [{"role", "content"}]}`), ShareGPT (`{"conversations": [{"from",
-"value"}]}`), and ours (chat plus `id, category, split, truncated, ids`; `draftsmith rollout` writes it).
+"value"}]}`), and ours (chat plus `id, category, split, truncated, ids, order`; `draftsmith rollout` writes it).
 Nothing is dropped silently: a record that is neither shape is an error with its line number.
 Tested by `pytest tests/test_data.py`.
 """
@@ -15,7 +15,7 @@ import lzma
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,7 +80,8 @@ class Conversation:
     """Chat messages (`role` in system, user, assistant, tool; other keys are handed to the chat template as they are).
 
     `truncated`: the last answer was cut at a token limit. `answer_ids`: the last answer as the model generated it, one
-    for one, with its end-of-turn token if the model gave one; None = tokenise its text.
+    for one, with its end-of-turn token if the model gave one; None = tokenise its text. `answer_order`: per id, the
+    decoding pass in which a denoiser decided it; None = not stored.
     """
 
     id: str
@@ -89,6 +90,7 @@ class Conversation:
     split: str = ""
     truncated: bool = False
     answer_ids: list[int] | None = None
+    answer_order: list[int] | None = None
 
 
 def load_conversations(cfg: DataConfig) -> list[Conversation]:
@@ -107,7 +109,7 @@ def load_conversations(cfg: DataConfig) -> list[Conversation]:
             continue
         seen[conv.id] += 1
         if seen[conv.id] > 1:
-            conv = Conversation(f"{conv.id}#{seen[conv.id]}", *_rest(conv))
+            conv = replace(conv, id=f"{conv.id}#{seen[conv.id]}")
         kept.append(conv)
         if len(kept) == cfg.limit:
             break
@@ -135,6 +137,11 @@ def parse_record(record: Any, where: str, shape: str = "auto") -> Conversation:
     ids = record.get("ids")
     if ids is not None and not (isinstance(ids, list) and all(isinstance(i, int) and i >= 0 for i in ids)):
         raise ValueError(f"{where}: `ids` must be a list of token ids")
+    order = record.get("order")
+    if order is not None and not (
+        isinstance(order, list) and ids and len(order) == len(ids) and all(isinstance(n, int) and n >= 0 for n in order)
+    ):
+        raise ValueError(f"{where}: `order` must hold one decoding pass (0, 1, ...) per token of `ids`")
     return Conversation(
         id=str(record.get("id") or record.get("conversation_id") or where),
         messages=messages,
@@ -142,6 +149,7 @@ def parse_record(record: Any, where: str, shape: str = "auto") -> Conversation:
         split=str(record.get("split") or ""),
         truncated=bool(record.get("truncated", False)),
         answer_ids=ids,
+        answer_order=order,
     )
 
 
@@ -169,10 +177,6 @@ def _record(line: str, where: str) -> Any:
     except UnicodeEncodeError:
         raise ValueError(f"{where}: a text has half of a surrogate pair, which no tokenizer can read") from None
     return record
-
-
-def _rest(conv: Conversation) -> tuple[list[dict[str, Any]], str, str, bool, list[int] | None]:
-    return conv.messages, conv.category, conv.split, conv.truncated, conv.answer_ids
 
 
 def _open_text(path: Path) -> io.TextIOBase:

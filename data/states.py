@@ -76,12 +76,14 @@ class ShardRecord:
 
 
 def data_fingerprint(samples: Iterable[Sample]) -> str:
-    """sha256 over ids and masks of the samples, in order."""
+    """sha256 over ids and masks of the samples (and the order of decoding, where it is stored), in order."""
     digest = hashlib.sha256()
     for s in samples:
         digest.update(f"{s.sample_id}:{len(s)};".encode())
         digest.update(s.ids.to(torch.int32).numpy().tobytes())
         digest.update(s.supervised.numpy().tobytes())
+        if s.order is not None:
+            digest.update(s.order.to(torch.int32).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -35,6 +35,9 @@ COMMANDS = {
     "masks": Command("show which tokens of the data are trained on", "inference.masks", "run_masks"),
     "check": Command("replay an export against the trainer's logits", "inference.check", "run_check", ("export",)),
     "push": Command("upload an export to the Hub", "inference.push", "run_push", ("export", "repo")),
+    "merge": Command(
+        "merge a converted model's adapters into its weights", "inference.merge", "run_merge", ("adapters", "out")
+    ),
     "convert": Command("read a foreign head into an export", "inference.convert", "run_convert", ("source", "out")),
 }
 

@@ -19,6 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .exporters.folder import CARD, CONFIG, REPORT, RUN, read_json, write_file
 
+# Of denoisers that recommend nothing: Fast-dLLM v1's (arXiv:2505.22618).
+DECODE: dict[str, Any] = {"strategy": "threshold", "settings": {"threshold": 0.9}}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 KNOWN_TARGETS = {
     "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
@@ -105,36 +107,57 @@ def hub_id_and_licence(name: str, licence: str | None) -> tuple[str | None, str 
 
 def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
     """The card's text. `draft` is the name that serve commands use for this folder: a Hub id once it has one."""
-    from .exporters import EXPORTERS  # the table imports this module's neighbours
+    from ..models.diffusion import ObjectiveConfig
+    from .exporters import EXPORTERS, SCHEMAS  # the tables import this module's neighbours
+    from .exporters.layout import measure
 
     config = read_json(folder / CONFIG)
     ours = config["draftsmith"]
     run = yaml.safe_load((folder / RUN).read_text(encoding="utf-8")) if (folder / RUN).exists() else {}
     report = read_json(folder / REPORT) if (folder / REPORT).exists() else None
-    exporter = EXPORTERS[ours["method"]]
     base, licence = hub_id_and_licence(ours["target"]["name"], run.get("licence"))
-    k = (ours.get("estimated") or {}).get("k") or ours.get("depths") or 3
+    facts: dict[str, Any] = {
+        "ours": ours,
+        "config": config,
+        "run": run,
+        "base": base,
+        "target": base or ours["target"]["name"],
+        "licence": licence,
+        "draft": draft,
+        "recipe": yaml.safe_dump(run.get("config") or {}, sort_keys=False).strip(),
+    }
+    if "kind" in ours:
+        schema = SCHEMAS[ours["schema"]] if ours["kind"] == "merged" else None
+        facts |= {
+            "report": report,
+            "decode": ours.get("decode") or DECODE,
+            "form": schema.form if schema else "trained tensors alone, beside the model they belong to",
+            "loads": schema.loads if schema else "draftsmith",
+            "serve": schema.serve(draft) if schema else {"to measure it": measure(draft, "tasks")},
+            "counted_from": ObjectiveConfig(**ours["objective"]).decoded_from,
+        }
+    else:
+        exporter = EXPORTERS[ours["method"]]
+        k = (ours.get("estimated") or {}).get("k") or ours.get("depths") or 3
+        facts |= {
+            "rows": (report or {}).get("rows", []),
+            "k": k,
+            "form": exporter.form,
+            "loads": exporter.loads,
+            "holds": exporter.holds,
+            "serve": exporter.serve(config, facts["target"], draft, k),
+        }
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["fact"] = _fact
-    text = environment.get_template("card.md.j2").render(
-        ours=ours,
-        config=config,
-        run=run,
-        rows=(report or {}).get("rows", []),
-        base=base,
-        target=base or ours["target"]["name"],
-        licence=licence,
-        k=k,
-        draft=draft,
-        form=exporter.form,
-        loads=exporter.loads,
-        holds=exporter.holds,
-        serve=exporter.serve(config, base or ours["target"]["name"], draft, k),
-        recipe=yaml.safe_dump(run.get("config") or {}, sort_keys=False).strip(),
-    )
-    return scrub(text)
+    environment.filters |= {"fact": _fact, "short": _short}
+    template = "denoiser_card.md.j2" if "kind" in ours else "card.md.j2"
+    return scrub(environment.get_template(template).render(facts))
+
+
+def _short(value: Any) -> str:
+    """A measured number, or a dash."""
+    return f"{value:.2f}" if isinstance(value, int | float) else "–"
 
 
 def _fact(value: Any) -> str:

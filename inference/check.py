@@ -3,7 +3,8 @@
 An export keeps 32 positions of a few texts: the token ids, and the eight largest logits of every depth as the drafter
 that was being exported gave them, its weights rounded as the file holds them, in float32 on a float32 copy of the target
 (of the precision it was trained beside). A check loads everything afresh and does the same. It sees what acceptance
-hides: taps off by one, a lost norm, another RoPE base or mapping, or the wrong target.
+hides: taps off by one, a lost norm, another RoPE base or mapping, or the wrong target. Denoisers are checked by
+`denoisers.py`.
 
 Tests: tests/test_check.py.
 """
@@ -52,7 +53,8 @@ class CheckConfig:
         export: the export folder, or a Hub id.
         target: the target's name or folder; default: the one that the export names.
         revision: of the export, when it is a Hub id.
-        dtype: float32 (100 % of the top tokens must agree) or bfloat16 (at least 98 %).
+        dtype: float32 (100 % of the top tokens must agree) or bfloat16 (at least 98 %); adapters of a denoiser, which have
+            no replay, are run in the dtype that they were trained beside.
         device: where to run.
     """
 
@@ -243,9 +245,12 @@ def run_check(cfg: CheckConfig) -> None:
 def check_export(cfg: CheckConfig) -> CheckResult:
     """Check one export and print the outcome. ValueError when the replay does not agree."""
     from ..models.target import load_target
+    from .denoisers import check_denoiser, stored_denoiser  # which replay in their own way, with what stands here
 
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype {cfg.dtype!r}: use float32 or bfloat16")
+    if (converted := stored_denoiser(cfg.export, cfg.revision)) is not None:
+        return check_denoiser(cfg, converted)
     folder = resolve(cfg.export, cfg.revision)
     config = read_export_config(str(folder))
     stored = read_replay(folder)

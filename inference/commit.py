@@ -9,7 +9,7 @@ Tests: tests/test_commit.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -109,6 +109,28 @@ def _sum(a: list[int], b: list[int]) -> list[int]:
     return [x + y for x, y in zip(_pad(a, b, 0), _pad(b, a, 0), strict=True)]
 
 
+@dataclass
+class Passes:
+    """Forward passes that one request of a denoiser took part in, by kind: `prefill` (the prompt), `denoise` (a fused
+    write of a finished block counts here), `kv_only` (nothing but a write), `verify` (by the model's own block size 1).
+    `branches`: canvases beyond the first that ran beside it in a batch."""
+
+    prefill: int = 0
+    denoise: int = 0
+    kv_only: int = 0
+    verify: int = 0
+    branches: int = 0
+
+    @property
+    def forwards(self) -> int:
+        """What tokens per forward divides by: not the prompt's, nor mere writes, which are listed apart; a branch counts
+        as a pass (inference/diffusion_figures.py, COUNTING)."""
+        return self.denoise + self.verify + self.branches
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
 @dataclass(frozen=True)
 class Event:
     """What one step added to one request: `text` is final (never revised by later events), and may lag behind `ids`.
@@ -127,7 +149,8 @@ class Result:
     """One finished request. `ids` include the end-of-sequence or stop id that ended it, `text` does not; it is cut
     before a stop string. `from_draft`: per id, whether a drafted token was accepted there. `logprobs`: of the model's
     own distribution (no temperature, no truncation), None unless asked for; `logits`: [ids, V] rows that the ids were
-    chosen from, None unless asked for."""
+    chosen from, None unless asked for. Of a denoiser, else None: `passes`; `order`, per id the number of the denoising
+    pass that decided it (0: the prompt's)."""
 
     ids: list[int]
     text: str
@@ -136,6 +159,8 @@ class Result:
     logprobs: list[float] | None
     stats: Stats
     logits: Tensor | None = None
+    passes: Passes | None = None
+    order: list[int] | None = None
 
 
 class Detokenizer:
@@ -263,7 +288,9 @@ class Request:
             self.stop_reason = "stop_string"
         return out
 
-    def result(self, logits: Tensor | None = None) -> Result:
+    def result(
+        self, logits: Tensor | None = None, passes: Passes | None = None, order: list[int] | None = None
+    ) -> Result:
         """The finished request."""
         assert self.stop_reason is not None
         text = self.text
@@ -271,4 +298,4 @@ class Request:
             ids = self.ids[:-1] if self.stop_reason in ("eos", "stop_id") else self.ids
             text = self.tokenizer.decode(ids, skip_special_tokens=True)
         logprobs = self.logprobs if self.params.logprobs else None
-        return Result(self.ids, text, self.stop_reason, self.from_draft, logprobs, self.stats, logits)
+        return Result(self.ids, text, self.stop_reason, self.from_draft, logprobs, self.stats, logits, passes, order)

@@ -5,8 +5,9 @@ identity), transformers' `generate`, and every draft setting. So all see the sam
 machine (what goes wrong otherwise: reference numbers taken in another run, warm-up on the first prompt, tokens counted
 from text). Interrupted runs go on where they stopped. A row whose losslessness check is red shows no speed.
 
-    draftsmith evaluate --model EXPORT --suite mini --k [2,4]
+    draftsmith evaluate --model EXPORT --suite mini --k 2,4
     draftsmith evaluate --target smollm2 --model ngram --also suffix,recycling --k 8
+    draftsmith evaluate --model CONVERTED --suite tasks        # a denoiser: evaluate_denoiser.py
     pytest tests/test_evaluate.py
 """
 
@@ -19,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +34,8 @@ from ..losses.probs import SamplingParams
 from ..models import TRAINING_FREE, FreeSettings
 from ..models.target import Target, load_target
 from .card import write_card
+from .denoisers import Stored, complete, load_base, load_denoiser, refuse_without_head, stored_denoiser
+from .evaluate_denoiser import evaluate_denoiser, print_denoiser_report, settings_of_strategy
 from .figures import (
     CAUSES,
     DEFINITIONS,
@@ -64,7 +68,7 @@ class EvaluateConfig:
     """What to measure."""
 
     model: str
-    """Export folder or Hub id of the drafter; or, for any target and without training, ngram, suffix, recycling, lookahead
+    """Export folder or Hub id of the drafter, or of a denoiser (evaluate_denoiser.py); or, for any target and without training, ngram, suffix, recycling, lookahead
     or lm:MODEL (folder or Hub id of a small language model)."""
     also: tuple[str, ...] = ()
     """Further drafters for the same target, measured beside it in the same run."""
@@ -77,7 +81,7 @@ class EvaluateConfig:
     target_revision: str | None = None
     """Revision of the target on the Hub; by default the one the export names."""
     suite: str = "mini"
-    """Prompts: mini, humaneval, mt_bench, gsm8k or spec_bench."""
+    """Prompts: mini, humaneval, mt_bench, gsm8k, tasks or spec_bench."""
     file: str | None = None
     """Local file of the suite's schema (.json, .jsonl, .jsonl.gz, .jsonl.xz)."""
     prompts: int | None = 24
@@ -85,7 +89,8 @@ class EvaluateConfig:
     max_new_tokens: int = 64
     """Longest answer, in tokens."""
     k: tuple[int, ...] = (2, 4)
-    """Tokens drafted per pass (root excluded); every value is measured and the fastest named."""
+    """Tokens drafted per pass (root excluded); every value is measured and the fastest named. Of a denoiser that drafts for
+    its base: one value (by default 2)."""
     trees: tuple[str, ...] = ("chain",)
     """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
@@ -132,6 +137,10 @@ class EvaluateConfig:
     """Put the report beside a local export and its table into the model card (not with `also`)."""
     trust_remote_code: bool = False
     """Run code that comes with the target."""
+    strategies: tuple[str, ...] = ("threshold",)
+    """Of denoisers: how places are decided (inference/README.md)."""
+    thresholds: tuple[float, ...] = (0.5, 0.7, 0.9, 0.95)
+    """Of denoisers: settings of those strategies that have a threshold; all are measured."""
 
     def __post_init__(self) -> None:
         if self.suite not in SUITES:
@@ -242,6 +251,11 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a log has no width of its own
+    stored = None if is_free(cfg.model) else stored_denoiser(cfg.model, cfg.revision)
+    if stored is not None:
+        return run_denoiser(cfg, stored, console)
+    if (cfg.strategies, cfg.thresholds) != (EvaluateConfig.strategies, EvaluateConfig.thresholds):
+        raise ValueError("strategies, thresholds: are for denoisers, and --model names none; leave them out")
     report = evaluate(cfg.model, cfg, console)
     written = write_report(report, cfg)
     print_report(report, console)
@@ -252,6 +266,73 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
         write_card(Path(cfg.model))
         console.print(visible(f"its table is in the model card, {Path(cfg.model) / 'README.md'}"))
     return 1 if any(row["red"] for row in report["rows"]) else 0
+
+
+def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
+    """The command, of a denoiser: settings that speak of drafts are refused."""
+    used = {
+        "model",
+        "target",
+        "revision",
+        "target_revision",
+        "suite",
+        "file",
+        "prompts",
+        "max_new_tokens",
+        "k",
+        "dtype",
+    }
+    used |= {"device", "seed", "bootstrap", "out", "json", "card", "trust_remote_code", "strategies", "thresholds"}
+    plain = EvaluateConfig("")
+    if idle := [f for f in asdict(cfg) if f not in used and getattr(cfg, f) != getattr(plain, f)]:
+        raise ValueError(f"{', '.join(idle)}: {cfg.model} is a denoiser, these are for drafters; leave them out")
+    if cfg.k != plain.k and len(cfg.k) > 1:
+        raise ValueError(f"k = {list(cfg.k)}: {cfg.model} is a denoiser, which drafts at one length per run; give one")
+    if stored.kind == "layout" and cfg.target is not None:
+        raise ValueError(f"target = {cfg.target!r}: {cfg.model} is a model of its own, with no base; leave it out")
+    path = _json_path(cfg)
+    ways = [way for name in cfg.strategies for way in settings_of_strategy(name, cfg.thresholds)]
+    if not ways or (cfg.thresholds != plain.thresholds and all(label in cfg.strategies for label, _ in ways)):
+        raise ValueError(
+            f"strategies = {list(cfg.strategies)}, thresholds = {list(cfg.thresholds)}: give one strategy at least, and "
+            "thresholds if it has one, else none"
+        )
+    for label, how in ways:
+        refuse_without_head(stored, how, label)
+    prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
+    load = partial(
+        load_base,
+        stored,
+        cfg.target,
+        cfg.target_revision,
+        dtype=cfg.dtype,
+        device=cfg.device,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    base = load() if stored.kind != "layout" else None
+    own = base if stored.keeps_base else load() if stored.kind == "adapters" else None
+    denoiser = load_denoiser(stored, own, dtype=cfg.dtype, device=cfg.device)
+    report = {"machine": machine(denoiser.target)} | evaluate_denoiser(
+        denoiser,
+        base,
+        prompts,
+        SUITES[cfg.suite].score,
+        [(label, complete(stored, how, denoiser)) for label, how in ways],
+        k=min(cfg.k),
+        max_new_tokens=cfg.max_new_tokens,
+        draws=cfg.bootstrap,
+        seed=cfg.seed,
+    )
+    report["run"] |= {"suite": cfg.suite, "dtype": cfg.dtype, "name": _label(cfg.model), "kind": stored.kind}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+    print_denoiser_report(report, console)
+    console.print(visible(f"wrote {path}"))
+    if cfg.card and stored.kind != "layout" and Path(cfg.model).is_dir():  # other projects' folders stay as they are
+        (Path(cfg.model) / "report.json").write_bytes(path.read_bytes())
+        write_card(Path(cfg.model))
+        console.print(visible(f"its table is in the model card, {Path(cfg.model) / 'README.md'}"))
+    return 1 if (report["self_draft"] or {}).get("red") else 0
 
 
 def write_report(report: Row, cfg: EvaluateConfig) -> tuple[Path, Path]:

@@ -3,7 +3,9 @@
 draftsmith generate --model EXPORT --prompt "Write a haiku about rain." --show
 draftsmith generate --target smollm2 --prompt "What is a monad?" --temperature 0.7 --seed 1
 draftsmith generate --target smollm2 --model ngram --k 8 --prompt "Repeat this three times: ..."
-pytest tests/test_generate.py
+draftsmith generate --model CONVERTED --threshold 0.8 --prompt "..."            # a denoiser, by diffusion
+draftsmith generate --model CONVERTED --self_draft true --k 3 --prompt "..."    # it drafts for the model it was
+pytest tests/test_generate.py tests/test_denoiser_commands.py
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rich.console import Console
@@ -20,10 +22,14 @@ from rich.style import Style
 
 from ..losses.probs import SamplingParams
 from ..models import FreeSettings
+from ..models.denoiser import Denoiser
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
+from .denoisers import Stored, complete, decode_of_denoiser, load_base, load_denoiser, stored_denoiser
+from .diffuse import DiffuseConfig, diffuse
 from .load import class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .report import visible
+from .self_draft import SelfDraft
 from .speculate import DecodeConfig, generate, refuse_rule, refuse_tree
 from .verify import VERIFIERS
 
@@ -37,8 +43,9 @@ class GenerateConfig:
     prompt: str
     """The user's message (or, with `raw`, the text to go on from)."""
     model: str | None = None
-    """Export folder or Hub id of a drafter; or, for any target and without training, ngram, suffix, recycling, lookahead
-    or lm:MODEL (folder or Hub id of a small language model); without it the target decodes on its own."""
+    """Export folder or Hub id of a drafter or of a denoiser (adapters, merged, or LLaDA's and others' layouts); or, for
+    any target and without training, ngram, suffix, recycling, lookahead or lm:MODEL (folder or Hub id of a small language
+    model); without it the target decodes on its own."""
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that an export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
@@ -64,7 +71,16 @@ class GenerateConfig:
     width: int = DecodeConfig.width
     """Most candidates per node of a tree."""
     threshold: float | None = DecodeConfig.threshold
-    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default."""
+    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default.
+    Of denoisers: the strategy's threshold; null = the folder's or the strategy's own."""
+    strategy: str | None = None
+    """Of denoisers, how places are decided (inference/README.md); null = what the folder recommends, else threshold."""
+    steps: int | None = None
+    """Of denoisers, passes per block (strategies `fixed`, `margin` and others that count them); alone it means `fixed`."""
+    sub_block: int | None = None
+    """Of denoisers, places of a block that are decided before its next ones; null = all."""
+    self_draft: bool = False
+    """The denoiser drafts `k` tokens at a time for the model that it was converted from, which verifies: exact."""
     prompt_rows: int | None = DecodeConfig.prompt_rows
     """Most rows of prompt tokens in a verification (drafters that have them); null = as many as the nodes can have."""
     verifier: str = DecodeConfig.verifier
@@ -119,9 +135,14 @@ def run_generate(cfg: GenerateConfig) -> None:
     Raises:
         ValueError: neither model nor target, a drafter that does not fit the target, settings that cannot be meant.
     """
-    sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
-    refuse_idle_settings(cfg.drafter, [cfg.model])
     free = is_free(cfg.model)
+    stored = stored_denoiser(cfg.model, cfg.revision) if cfg.model and not free else None
+    refuse_idle_settings(cfg.drafter, [cfg.model])
+    refuse_idle_flags(cfg, stored is not None)
+    if stored is not None:
+        run_denoiser(cfg, stored)
+        return
+    sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
     export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model and not free else None
     name = cfg.target or (export["target"]["name"] if export else None)
     if name is None:
@@ -160,6 +181,83 @@ def run_generate(cfg: GenerateConfig) -> None:
     result = answer(target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
     for line in summary(result, time.perf_counter() - start, drafter, decode):
         console.print(visible(line), style="dim", soft_wrap=True)
+
+
+def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:
+    """Flags that would change nothing are a mistake: ValueError names them."""
+    of_denoisers, of_drafts = ("strategy", "steps", "sub_block", "self_draft"), [f.name for f in fields(DecodeConfig)]
+    plain = GenerateConfig("")
+    idle: tuple[str, ...]
+    if not denoises:
+        idle, needed = of_denoisers, "are for denoisers, and --model names none"
+    elif cfg.self_draft:
+        idle, needed = ("strategy", "steps", "sub_block"), "say how a denoiser answers; with --self_draft it drafts"
+    else:
+        idle = ("show", *(name for name in of_drafts if hasattr(plain, name) and name != "threshold"))
+        needed = "are about drafts, a denoiser makes them with --self_draft alone"
+    if found := [name for name in idle if getattr(cfg, name) != getattr(plain, name)]:
+        raise ValueError(f"{', '.join(found)}: {needed}; leave it out")
+
+
+def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
+    """`run_generate` of a denoiser: by diffusion, or as drafter of the model that it was converted from."""
+    sampling, console = sampling_of(cfg), Console(highlight=False)
+    how = None if cfg.self_draft else decode_of_denoiser(stored, cfg.strategy, cfg.threshold, cfg.steps, cfg.sub_block)
+    if how is None and not stored.keeps_base:
+        raise ValueError(
+            f"{cfg.model}: merged or fully trained weights have no autoregressive path left to draft for: --self_draft needs "
+            "adapters"
+        )
+    for name in ("target", "target_revision", "trust_remote_code"):
+        if stored.kind != "adapters" and (value := getattr(cfg, name)):
+            raise ValueError(f"{name} = {value!r}: the weights of {cfg.model} stand alone; leave it out")
+    if how is None:  # refused before weights load
+        refuse_tree(SelfDraft, decode_of(cfg))
+        refuse_rule(SelfDraft, decode_of(cfg), [sampling])
+    base = None
+    if stored.kind == "adapters":
+        base = load_base(
+            stored,
+            cfg.target,
+            cfg.target_revision,
+            dtype=cfg.dtype,
+            device=cfg.device,
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    denoiser = load_denoiser(stored, base, dtype=cfg.dtype, device=cfg.device)
+    ids = prompt_ids(denoiser.target, cfg)
+    start = time.perf_counter()
+    if how is None:
+        drafter, decode = SelfDraft(denoiser), decode_of(cfg)
+        drafter.bind(denoiser.target)
+        result = answer(denoiser.target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
+        lines = [
+            *summary(result, time.perf_counter() - start, drafter, decode),
+            f"{drafter.forwards} passes that drafted",
+        ]
+    else:
+        painter, events = Painter(denoiser.tokenizer, console, False), list[Event]()
+        how = complete(stored, how, denoiser)
+        (result,) = diffuse(denoiser, [ids], sampling, how, on_event=painter.paint if cfg.stream else events.append)
+        for event in events:
+            painter.paint(event)
+        painter.close()
+        lines = denoiser_summary(result, time.perf_counter() - start, denoiser, how)
+    for line in lines:
+        console.print(visible(line), style="dim", soft_wrap=True)
+
+
+def denoiser_summary(result: Result, seconds: float, denoiser: Denoiser, how: DiffuseConfig) -> list[str]:
+    """Passes and speed of one answer."""
+    passes = result.passes
+    assert passes is not None
+    each = len(result.ids) / passes.forwards if passes.forwards else float("nan")
+    return [
+        f"decided by {how.strategy.select}, block {denoiser.block}",
+        f"{len(result.ids)} tokens in {seconds:.2f} s ({len(result.ids) / seconds:.1f} tokens/s, prompt included), ended by "
+        f"{result.stop_reason}",
+        f"{passes.forwards} denoising passes, {each:.2f} tokens per pass; {passes.kv_only} more that only wrote keys and values",
+    ]
 
 
 def answer(

@@ -61,7 +61,7 @@ def resolve(name: str, revision: str | None = None) -> Path:
 
     try:
         place = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.yaml", "*.md"]
+            name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.yaml", "*.md", "*.jinja", "*.txt"]
         )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         reason = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hub is not reachable"
@@ -83,6 +83,8 @@ def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]
     folder = resolve(name, revision)
     config = read_json(folder / CONFIG)
     ours = config.get("draftsmith")
+    if isinstance(ours, dict) and ours.get("kind") in ("adapters", "merged"):
+        raise ValueError(f"{name} holds a denoiser, a drafter is needed here; see `draftsmith generate --model {name}`")
     if not isinstance(ours, dict):
         raise ValueError(
             f"{name} has no `draftsmith` key in config.json: not our export; "
@@ -94,14 +96,16 @@ def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]
         raise ValueError(f"{name} has export format {ours['format']!r}, this version reads {FORMAT}; export it again")
     if ours["method"] not in EXPORTERS:
         raise ValueError(f"{name} declares method {ours['method']!r}; known: {', '.join(EXPORTERS)}")
-    name_of_target = ours["target"].get("name") if isinstance(ours["target"], dict) else None
-    if not isinstance(name_of_target, str) or not (
-        HUB_ID.fullmatch(name_of_target) or PLAIN_NAME.fullmatch(name_of_target)
-    ):
-        raise ValueError(
-            f"{name}: config.json names the target {name_of_target!r}; needed: a Hub id or a plain name, no path"
-        )
+    refuse_path(ours["target"], name)
     return config
+
+
+def refuse_path(target: Any, where: str) -> None:
+    """ValueError unless the facts of an export's target name it by a Hub id or a plain name: no file may send a reader
+    elsewhere on this machine."""
+    name = target.get("name") if isinstance(target, Mapping) else None
+    if not isinstance(name, str) or not (HUB_ID.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
+        raise ValueError(f"{where}: config.json names the target {name!r}; needed: a Hub id or a plain name, no path")
 
 
 def verify_folder(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:

@@ -16,10 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .card import HUB_ID, leaks, write_card
+from .decision_folder import FOLDER, read_heads
+from .denoisers import stored_denoiser, verify_denoiser
 from .exporters.folder import CARD, CONFIG, REPLAY, REPORT, RUN, WEIGHTS
 from .load import read_export_config, verify_folder
 
 FILES = (CONFIG, WEIGHTS, CARD, RUN, REPLAY, REPORT, "report.html")
+MERGED_FILES = ("merge.json", "generation_config.json")  # of denoisers, beside FILES and their base's tokenizer:
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
+SETTINGS = "tokenizer_config.json"
 TEXT = (".json", ".yaml", ".md", ".html")
 OVERRIDING = re.compile(r"eagle-|eagle3|dflash|dspark", re.IGNORECASE)
 
@@ -38,7 +44,7 @@ class PushConfig:
     export: str
     repo: str
     private: bool = False
-    message: str = "Upload draft head"
+    message: str = "Upload export"
 
 
 def refuse_misleading_name(name: str, method: str) -> None:
@@ -57,11 +63,19 @@ def stage(export: Path, repo: str, folder: Path) -> list[Path]:
     Returns:
         The files, relative to `folder`.
     """
-    config = read_export_config(str(export))
-    refuse_misleading_name(repo, config["draftsmith"]["method"])
-    verify_folder(export)
+    files: tuple[str, ...] = FILES
+    if (stored := stored_denoiser(str(export))) is not None:
+        verify_denoiser(stored)
+        files += MERGED_FILES + TOKENIZER_FILES
+        if stored.kind == "adapters" and (export / FOLDER).is_dir():
+            read_heads(export)
+            files += tuple(f"{FOLDER}/{name}" for name in (CONFIG, WEIGHTS, RUN))
+    else:
+        config = read_export_config(str(export))
+        refuse_misleading_name(repo, config["draftsmith"]["method"])
+        verify_folder(export)
     sent = []
-    for name in FILES:
+    for name in files:
         if (source := export / name).is_file() and not source.is_symlink():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
@@ -70,7 +84,9 @@ def stage(export: Path, repo: str, folder: Path) -> list[Path]:
     if CARD not in map(str, sent):
         sent.append(Path(CARD))
     for path in sent:
-        text = (folder / path).read_text(encoding="utf-8") if path.suffix in TEXT else ""
+        # A vocabulary spells everything; the tokenizer's settings do not.
+        ours = path.suffix in TEXT and (path.name == SETTINGS or path.name not in TOKENIZER_FILES)
+        text = (folder / path).read_text(encoding="utf-8") if ours else ""
         if found := leaks(text):
             raise ValueError(
                 f"{export / path} holds what must not be published ({'; '.join(found[:5])}); remove it there and push again"

@@ -186,7 +186,7 @@ def html(report: Row) -> str:
 
 def plot_acceptance(drafts: Sequence[Row]) -> Markup:
     """Conditional acceptance by depth with intervals, one line per draft row."""
-    figure, axes = _axes("depth", "accepted, given all before were")
+    figure, axes = new_axes("depth", "accepted, given all before were")
     for i, row in enumerate(drafts):
         points = [(d + 1, a, row["alpha_interval"][d] or [a, a]) for d, a in enumerate(row["alpha"]) if a is not None]
         if points:
@@ -195,7 +195,7 @@ def plot_acceptance(drafts: Sequence[Row]) -> Markup:
             above = [max(0.0, high - a) for a, (_, high) in zip(alphas, bounds, strict=True)]
             colour = COLOURS[i % len(COLOURS)]
             axes.errorbar(
-                depths, alphas, [below, above], marker="o", capsize=3, color=colour, label=_label(row["name"])
+                depths, alphas, [below, above], marker="o", capsize=3, color=colour, label=safe_label(row["name"])
             )
     axes.set_ylim(0, 1)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -207,13 +207,13 @@ def plot_acceptance(drafts: Sequence[Row]) -> Markup:
 def plot_speed(rows: Sequence[Row]) -> Markup:
     """Tokens per second of every row whose losslessness check is not red."""
     shown = [row for row in rows if row["tokens_per_second"] is not None]
-    figure, axes = _axes("tokens per second", "", height=1.0 + 0.4 * len(shown))
+    figure, axes = new_axes("tokens per second", "", height=1.0 + 0.4 * len(shown))
     for i, row in enumerate(shown):
         low, high = row["tokens_per_second_interval"] or [row["tokens_per_second"]] * 2
         value = row["tokens_per_second"]
         error = [[max(0.0, value - low)], [max(0.0, high - value)]]
         axes.barh(i, value, xerr=error, capsize=3, color=COLOURS[0 if row["draft_length"] else 5])
-    axes.set_yticks(range(len(shown)), [_label(row["name"]) for row in shown])
+    axes.set_yticks(range(len(shown)), [safe_label(row["name"]) for row in shown])
     axes.invert_yaxis()
     return _svg(figure, "speed")
 
@@ -221,14 +221,14 @@ def plot_speed(rows: Sequence[Row]) -> Markup:
 def plot_time(rows: Sequence[Row]) -> Markup:
     """Milliseconds per verify pass (plain: per step), split into draft, verify, commit and the rest."""
     shown = [row for row in rows if row["seconds_per_pass"]]
-    figure, axes = _axes("milliseconds per pass", "", height=1.2 + 0.4 * len(shown))
+    figure, axes = new_axes("milliseconds per pass", "", height=1.2 + 0.4 * len(shown))
     for i, row in enumerate(shown):
         left = 0.0
         for j, part in enumerate(PARTS):
             width = 1000 * row["seconds_per_pass"][part]
             axes.barh(i, width, left=left, color=COLOURS[j], label=part if i == 0 else None)
             left += width
-    axes.set_yticks(range(len(shown)), [_label(row["name"]) for row in shown])
+    axes.set_yticks(range(len(shown)), [safe_label(row["name"]) for row in shown])
     axes.invert_yaxis()
     if shown:
         axes.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.4, 1.25))
@@ -279,11 +279,13 @@ def shares(row: Row) -> dict[str, float]:
     return {part: per_pass[part] / total for part in PARTS} if total else {}
 
 
-def _label(text: str) -> str:
-    return text.replace("$", r"\$")  # matplotlib reads dollar signs as mathematics
+def safe_label(text: str) -> str:
+    """A text for a plot: matplotlib reads dollar signs as mathematics."""
+    return text.replace("$", r"\$")
 
 
-def _axes(x: str, y: str, height: float = 3.2) -> tuple[Figure, Any]:
+def new_axes(x: str, y: str, height: float = 3.2) -> tuple[Figure, Any]:
+    """An empty plot with the names of its axes; `height` in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, height), layout="constrained")

@@ -9,6 +9,11 @@ them with `data.keep_truncated=false` to leave them out); empty answers are fail
     draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --endpoint http://127.0.0.1:8000/v1
     draftsmith rollout --invent 5000 --out answers.jsonl        # no prompts at hand: the target writes them as well
 
+With `--adapters` the target that they convert answers as a denoiser, by a strategy of inference/strategies.py; with
+`--order` each answer then keeps the pass that decided each of its tokens, for `certainty.order=stored`:
+
+    draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --adapters runs/convert/export --order true
+
 With `--endpoint` any OpenAI-compatible server answers; its texts are tokenised when they are read. Without, the ids are
 kept as they were generated. Tested by `pytest tests/test_rollout.py`.
 """
@@ -18,9 +23,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,11 +38,18 @@ from ..data.encode import Refused, prompt_ids, render
 from ..data.sources import Conversation, DataConfig, load_conversations
 from ..data.states import write_atomically
 from ..losses.probs import SamplingParams
+from ..models.denoiser import Denoiser
 from ..models.target import Target, load_target
+from .adapter_folder import load_adapters
+from .commit import Result
+from .decision_folder import settings_of, strategy_beside
+from .diffuse import DiffuseConfig, diffuse
+from .endpoint import Answer, ask, json_of, request
+from .load import resolve
 from .progress import progress_bar
 from .speculate import DecodeConfig, generate
+from .strategies import strategy_of
 
-RETRIES = 4
 INVENT = SamplingParams(temperature=0.9, max_new_tokens=100)  # of an invented prompt
 INVENT_WORDS = 4  # at least
 
@@ -72,6 +83,15 @@ class RolloutConfig:
     """With the conversation's id, the seed of each answer."""
     batch_rows: int = 8
     """Conversations decoded together, or requests in flight with an endpoint."""
+    adapters: str | None = None
+    """Exported adapters (folder or Hub id) of a converted target: it answers as a denoiser."""
+    strategy: str = "threshold"
+    """How a denoiser decodes: an entry of STRATEGIES. `learned` and `independent` take their heads from beside the
+    adapters."""
+    settings: tuple[str, ...] = ()
+    """Settings of the strategy, `name=value,...`, for example `threshold=0.8`."""
+    order: bool = False
+    """Store per token the pass in which a denoiser decided it."""
     endpoint: str | None = None
     """Base URL of an OpenAI-compatible server (`http://127.0.0.1:8000/v1`) that answers instead."""
     model: str | None = None
@@ -92,6 +112,11 @@ class RolloutConfig:
             raise ValueError(
                 "invent needs the target itself: a chat endpoint opens no user turn; leave one of them out"
             )
+        if self.endpoint is not None and self.adapters is not None:
+            raise ValueError("adapters belong to a local target: leave them or the endpoint out")
+        if self.adapters is None and (self.order or self.settings or self.strategy != "threshold"):
+            raise ValueError("strategy, settings and order are a denoiser's: name its adapters (--adapters FOLDER)")
+        strategy_of(self.strategy, settings_of(self.settings))
         if self.batch_rows < 1:
             raise ValueError(f"batch_rows = {self.batch_rows}: give a positive count")
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
@@ -101,16 +126,6 @@ class RolloutConfig:
     def params(self) -> SamplingParams:
         """The sampler of an answer, without its seed."""
         return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer: its text, the generated ids with their end of turn (None from a server), whether the limit cut it."""
-
-    text: str
-    truncated: bool
-    ids: list[int] | None = None
-    reasoning: str | None = None
 
 
 @dataclass
@@ -148,29 +163,74 @@ def rollout(
     """
     settings = {"target": target.facts.fingerprint, **asdict(params), "seed": seed}
 
+    def run(prompts: list[list[int]], seeded: list[SamplingParams]) -> list[Result]:
+        return generate(target, prompts, seeded, decode=DecodeConfig(max_rows=batch_rows))
+
+    answer = answering(target, run, params, seed)
+    return _run(conversations, Path(out_path), settings, answer, batch_rows, 1, progress)
+
+
+def rollout_denoiser(
+    denoiser: Denoiser,
+    conversations: Sequence[Conversation],
+    out_path: Path | str,
+    params: SamplingParams,
+    decode: DiffuseConfig,
+    *,
+    made_by: Mapping[str, Any],
+    order: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+) -> RolloutReport:
+    """Answer with a denoiser, `decode.max_rows` conversations at a time; `order`: keep the pass that decided each id.
+
+    `made_by`: what names the weights and the strategy; beside the target it decides whether a file is gone on with.
+
+    Raises:
+        ValueError: the file was written with another model or other settings, or nothing could be answered.
+    """
+    settings = {"target": denoiser.facts.fingerprint, **made_by, "order": order, **asdict(params), "seed": seed}
+
+    def run(prompts: list[list[int]], seeded: list[SamplingParams]) -> list[Result]:
+        return diffuse(denoiser, prompts, seeded, decode)
+
+    answer = answering(denoiser, run, params, seed, order)
+    return _run(conversations, Path(out_path), settings, answer, decode.max_rows, 1, progress)
+
+
+def answering(
+    model: Target | Denoiser,
+    run: Callable[[list[list[int]], list[SamplingParams]], list[Result]],
+    params: SamplingParams,
+    seed: int,
+    order: bool = False,
+) -> Answering:
+    """Answers of a local model, each by a seed of its own; `run` decodes prompts."""
+
     def answer(asked: list[Conversation]) -> list[Answer | str]:
         prompts: list[list[int]] = []
         results: list[Answer | str] = ["" for _ in asked]
         rows: list[int] = []
         for i, conv in enumerate(asked):
             try:
-                prompt = prompt_ids(conv.messages, target.tokenizer)
+                prompt = prompt_ids(conv.messages, model.tokenizer)
             except Refused as reason:
                 results[i] = str(reason)
                 continue
-            if len(prompt) + params.max_new_tokens > target.facts.max_positions:
+            if len(prompt) + params.max_new_tokens > model.facts.max_positions:
                 results[i] = "prompt and answer exceed the target's positions"
                 continue
             prompts.append(prompt)
             rows.append(i)
         seeded = [replace(params, seed=_seed(seed, asked[i])) for i in rows]
-        found = generate(target, prompts, seeded, decode=DecodeConfig(max_rows=batch_rows)) if prompts else []
+        found = run(prompts, seeded) if prompts else []
         for i, result in zip(rows, found, strict=True):
-            text = target.tokenizer.decode(result.ids, skip_special_tokens=True)
-            results[i] = Answer(text, result.stop_reason == "length", list(result.ids))
+            text = model.tokenizer.decode(result.ids, skip_special_tokens=True)
+            kept = result.order if order else None
+            results[i] = Answer(text, result.stop_reason == "length", list(result.ids), order=kept)
         return results
 
-    return _run(conversations, Path(out_path), settings, answer, batch_rows, 1, progress)
+    return answer
 
 
 def invent(
@@ -240,7 +300,7 @@ def rollout_endpoint(
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     with httpx.Client(headers=headers, timeout=timeout) as client:
         if model is None:
-            listed = _json(_request(client, "GET", f"{base}/models", None))
+            listed = json_of(request(client, "GET", f"{base}/models", None))
             models = [m.get("id") for m in listed.get("data", [])] if isinstance(listed, dict) else []
             if not models:
                 raise ValueError(f"{base} lists no model; name one (--model)")
@@ -254,7 +314,7 @@ def rollout_endpoint(
         }
 
         def answer(asked: list[Conversation]) -> list[Answer | str]:
-            return [_ask(client, base, {**body, "messages": c.messages, "seed": _seed(seed, c) >> 32}) for c in asked]
+            return [ask(client, base, {**body, "messages": c.messages, "seed": _seed(seed, c) >> 32}) for c in asked]
 
         return _run(conversations, Path(out_path), settings, answer, 1, in_flight, progress)
 
@@ -284,7 +344,22 @@ def run_rollout(cfg: RolloutConfig) -> None:
         if cfg.invent:
             kept = Path(cfg.out).with_suffix(".prompts.jsonl")
             conversations = invent(target, cfg.invent, kept, cfg.batch_rows, cfg.seed)
-        report = rollout(target, conversations, cfg.out, cfg.params(), cfg.batch_rows, cfg.seed)
+        if cfg.adapters is None:
+            report = rollout(target, conversations, cfg.out, cfg.params(), cfg.batch_rows, cfg.seed)
+        else:
+            adapters = str(resolve(cfg.adapters))
+            denoiser = load_adapters(adapters, target).denoiser()
+            strategy, made_by = strategy_beside(adapters, denoiser, cfg.strategy, settings_of(cfg.settings))
+            report = rollout_denoiser(
+                denoiser,
+                conversations,
+                cfg.out,
+                cfg.params(),
+                DiffuseConfig(strategy, max_rows=cfg.batch_rows),
+                made_by=made_by,
+                order=cfg.order,
+                seed=cfg.seed,
+            )
     Console(highlight=False, soft_wrap=True).print(f"{cfg.out}: {report}", markup=False)
 
 
@@ -323,7 +398,7 @@ def _converse(group: list[Conversation], answer: Answering) -> list[Conversation
     """Answer every user turn of each conversation in order. A turn without an answer ends its conversation before it;
     a truncated one ends it there. Without any answer the reason is returned."""
     asks = [_asks(c) for c in group]
-    talks = [replace(c, messages=[], truncated=False, answer_ids=None) for c in group]
+    talks = [replace(c, messages=[], truncated=False, answer_ids=None, answer_order=None) for c in group]
     reasons = ["nothing to answer"] * len(group)
     running = [i for i, turns in enumerate(asks) if turns]
     turn = 0
@@ -339,6 +414,7 @@ def _converse(group: list[Conversation], answer: Answering) -> list[Conversation
                 message["reasoning_content"] = got.reasoning
             messages = [*before.messages, message]
             talks[i] = replace(talks[i], messages=messages, truncated=got.truncated, answer_ids=got.ids)
+            talks[i] = replace(talks[i], answer_order=got.order)
             if got.truncated or turn + 1 == len(asks[i]):
                 running.remove(i)
         turn += 1
@@ -374,6 +450,8 @@ def _write(conv: Conversation | str, file: TextIO, report: RolloutReport) -> Non
     record |= {"messages": conv.messages, "truncated": conv.truncated}
     if conv.answer_ids is not None:
         record["ids"] = conv.answer_ids
+    if conv.answer_order is not None:
+        record["order"] = conv.answer_order
     file.write(json.dumps(record, ensure_ascii=False) + "\n")
     file.flush()
     report.answered += 1
@@ -413,50 +491,3 @@ def _resume(out: Path, report: RolloutReport) -> set[str]:
     report.answered = report.there = len(records)
     report.truncated = sum(bool(r["truncated"]) for r in records)
     return {r["id"] for r in records}
-
-
-def _ask(client: httpx.Client, base: str, body: dict[str, Any]) -> Answer | str:
-    response = _request(client, "POST", f"{base}/chat/completions", body)
-    if response.status_code >= 400:
-        return f"server answered {response.status_code}"
-    reply = _json(response)
-    try:
-        choice = reply["choices"][0]
-        message, reason = choice["message"], choice["finish_reason"]
-        text = message.get("content") or ""
-    except (KeyError, IndexError, TypeError, AttributeError):
-        return "reply without choices"
-    if reason not in ("stop", "length"):
-        return f"finish_reason {reason!r}"
-    return Answer(text, reason == "length", reasoning=message.get("reasoning_content"))
-
-
-def _request(client: httpx.Client, method: str, url: str, body: dict[str, Any] | None) -> httpx.Response:
-    """One request; busy or failing servers are asked again. A wrong key, path or model ends the run."""
-    why = ""
-    for wait in _waits():
-        time.sleep(wait)
-        try:
-            response = client.request(method, url, json=body)
-        except httpx.HTTPError as error:
-            why = type(error).__name__
-            continue
-        if response.status_code in (401, 403, 404):
-            raise ValueError(f"{url} answered {response.status_code}: wrong key, path or model")
-        if response.status_code != 429 and response.status_code < 500:
-            return response
-        why = f"status {response.status_code}"
-    raise ValueError(f"{url} cannot be reached ({why}, {RETRIES} tries); the answers so far are kept, run again")
-
-
-def _waits() -> Iterator[float]:
-    yield 0.0
-    for attempt in range(RETRIES - 1):
-        yield 0.5 * 4**attempt
-
-
-def _json(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except json.JSONDecodeError:
-        return None

@@ -223,7 +223,7 @@ def _run(
     if len(each) != len(prompts):
         raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one per prompt")
     for i, prompt in enumerate(prompts):
-        _check_prompt(target, i, prompt, each[i])
+        check_prompt(target, i, prompt, each[i])
     for first in range(0, len(prompts), decode.max_rows):
         refuse_rule(drafter, decode, each[first : first + decode.max_rows])
     was_training = drafter is not None and getattr(drafter, "training", False)
@@ -247,7 +247,7 @@ def _run(
             drafter.train()
 
 
-def _check_prompt(target: Any, i: int, prompt: Sequence[int], params: SamplingParams) -> None:
+def check_prompt(target: Any, i: int, prompt: Sequence[int], params: SamplingParams) -> None:
     facts = target.facts
     if not len(prompt):
         raise ValueError(f"prompt {i} is empty: give at least one token id (for example the beginning-of-text id)")

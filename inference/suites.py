@@ -3,6 +3,7 @@
 `mini` is the held-out split of the set that ships with the project. `humaneval` (Chen et al. 2021, arXiv 2107.03374)
 comes with its PyPI package; `mt_bench` (Zheng et al. 2023, 2306.05685), `gsm8k` (Cobbe et al. 2021, 2110.14168) and
 `spec_bench` (Xia et al. 2024, 2401.07851) are read through `datasets`, or from a local file of the same schema.
+`tasks` are those of data/tasks.py as chat text.
 
     draftsmith evaluate --model EXPORT --suite gsm8k --file test.jsonl
     pytest tests/test_suites.py
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.sources import DataConfig, load_conversations, read_jsonl
+from ..data.tasks import TASKS, examples, valid, words_in
 
 Row = dict[str, Any]
 
@@ -137,6 +139,11 @@ def _humaneval_rows() -> list[Row]:
     return list(read_problems().values())
 
 
+def _task_rows() -> list[Row]:
+    every = [example for task in TASKS for example in examples(task, 0, range(50), held_out=True)]
+    return [{"task": e.task, "number": e.number, "asked": list(e.asked)} for e in every]
+
+
 def _from_messages(row: Row, number: int) -> Prompt:
     """Chat rows: everything before the last assistant message (or all, when there is none) is the prompt."""
     messages = [{"role": m["role"], "content": m["content"]} for m in row["messages"]]
@@ -162,6 +169,12 @@ def _from_word_problem(row: Row, number: int) -> Prompt:
     return Prompt(str(number), "maths", _user(row["question"]), reference=row["answer"].rsplit("####", 1)[-1].strip())
 
 
+def _from_task(row: Row, number: int) -> Prompt:
+    task, asked = row["task"], tuple(row["asked"])
+    name = f"{task}-{row.get('number', number)}"
+    return Prompt(name, task, _user(TASKS[task].text(asked)), reference=" ".join((task, *asked)))
+
+
 def _user(text: str) -> tuple[dict[str, str], ...]:
     return ({"role": "user", "content": text},)
 
@@ -170,6 +183,11 @@ def _last_number_equals(answer: str, reference: str) -> bool:
     """GSM8K's rule: the last number of the answer is the reference's (thousands separators ignored)."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", answer.replace(",", ""))
     return bool(numbers) and float(numbers[-1]) == float(reference.replace(",", ""))
+
+
+def _task_is_right(answer: str, reference: str) -> bool:
+    task, *asked = reference.split()
+    return valid(task, asked, words_in(answer))
 
 
 SUITES: dict[str, Suite] = {
@@ -186,5 +204,6 @@ SUITES: dict[str, Suite] = {
         _from_hub("openai/gsm8k", "main", "test", "740312add88f781978c0658806c59bc2815b9866"),
         _last_number_equals,
     ),
+    "tasks": Suite("350 small tasks with dependent tokens, scored by checkers", _from_task, _task_rows, _task_is_right),
     "spec_bench": Suite("480 questions of six tasks; question.jsonl of its repository", _from_turns),
 }

@@ -35,6 +35,7 @@ from transformers.utils import cached_file, logging
 from .cache import Cache, PrefixCache
 from .drafter import Batch, TargetFacts, TargetOut
 from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
+from .quantize import Quantize, Quantized, check_quantize, quantization_config
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -58,11 +59,19 @@ class Target(nn.Module):
 
     `name` is what exports record (a hub id, folder name or built-in name; never a path). `frozen` False leaves the
     weights as trainable as they are: a drafter that is a language model runs it by the same protocol. Raises ValueError
-    when the model is not one that can be run exactly, and when tokenizer and embedding do not fit.
+    when the model is not one that can be run exactly, and when tokenizer and embedding do not fit. `quantized`: its
+    weights are rounded (models/quantize.py).
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, name: str, revision: str | None = None, *, frozen: bool = True
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        revision: str | None = None,
+        *,
+        frozen: bool = True,
+        quantized: Quantized | None = None,
     ) -> None:
         super().__init__()
         config = model.config
@@ -86,11 +95,19 @@ class Target(nn.Module):
         self._cache_argument = _cache_argument(parts.decoder)
         self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._causal_TT = torch.ones(0, 0, dtype=torch.bool)
-        self.facts = _facts(model, tokenizer, name, revision)
+        self.quantized = "none" if quantized is None else quantized.kind
+        self.facts = _facts(
+            model, tokenizer, name, revision, fingerprint(model) if quantized is None else quantized.fingerprint
+        )
         self._fixed_to = self.facts.max_positions if self.facts.rope["rope_type"] == "longrope" else None
         self.banned_ids: Tensor
         self.register_buffer("banned_ids", _banned_ids(tokenizer, self.facts.vocab), persistent=False)
-        _refuse_non_finite(model, name)
+        if quantized is None:
+            _refuse_non_finite(model, name)
+        elif type(self.head_weight) is not nn.Parameter or not self.head_weight.is_floating_point():
+            raise ValueError(
+                f"target {name!r}: quantize = {quantized.kind} rounded its output head, which is read as it is"
+            )
         self.eval()
 
     def train(self, mode: bool = True) -> Target:
@@ -308,19 +325,30 @@ def load_target(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quantize: Quantize = "none",
+    denoises: bool = False,
 ) -> Target:
     """Load a target by hub id, local folder, GGUF file, or built-in name (`smollm2`, `tiny`).
 
     `revision` pins a hub id (what was loaded is recorded in `facts.revision`). `trust_remote_code` needs a revision of
-    40 hexadecimal digits, and prints the files that may run. Raises ValueError for everything that would not run exactly as saved: unknown names and
-    dtypes, unsupported models, missing, unexpected, mis-shaped or non-finite weights, a tokenizer larger than the
-    embedding, a config without a rotary base.
+    40 hexadecimal digits, and prints the files that may run. Raises ValueError for everything that would not run exactly
+    as saved: unknown names and dtypes, unsupported models, missing, unexpected, mis-shaped or non-finite weights, a
+    tokenizer larger than the embedding, a config without a rotary base.
+
+    `quantize`: round the layers' weights (models/quantize.py). They are read twice, first in full for the fingerprint.
+    `denoises`: it will be run as a denoiser; otherwise merged weights of a converted model, which would answer
+    nonsense, are refused.
     """
     from . import pretrained  # imports this module
 
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    check_quantize(quantize, device)
+    if quantize != "none" and (name == "tiny" or name.endswith(".gguf")):
+        raise ValueError(
+            f"quantize = {quantize}: target {name!r} is made in memory; name a folder or hub id, or quantize=none"
+        )
     try:
         torch.empty(1, device=device).sum().item()
     except (RuntimeError, AssertionError) as error:  # NotImplementedError (`meta`) is a RuntimeError
@@ -328,11 +356,22 @@ def load_target(
     if name == "tiny":
         return pretrained.tiny_target(dtype=dtype).to(device)
     source = _source(name, revision, trust_remote_code)
+    quantized = None
     try:
-        model, tokenizer = _load_model(source, dtype), _load_tokenizer(source)
+        if quantize != "none":
+            full = _load_model(source, dtype)
+            _refuse_non_finite(full, source.name)
+            quantized = Quantized(quantize, fingerprint(full))
+            del full
+        model, tokenizer = _load_model(source, dtype, quantize, device), _load_tokenizer(source)
     except OSError as error:
         raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    target = Target(model, tokenizer, source.name, source.commit).to(device)
+    if not denoises and (getattr(model.config, "draftsmith", None) or {}).get("kind") == "merged":
+        raise ValueError(
+            f"target {name!r} is a converted model, its adapters merged into it: it denoises, and is no autoregressive "
+            "model any more; name the one that was converted, or give the folder as --model"
+        )
+    target = Target(model, tokenizer, source.name, source.commit, quantized=quantized).to(device)
     if model.config.model_type not in FAMILIES:
         _probe(target)
     return target
@@ -419,7 +458,9 @@ def _commit_of(hub_id: str, revision: str | None) -> str:
     return found[1]
 
 
-def _load_model(source: _Source, dtype: torch.dtype) -> Any:
+def _load_model(
+    source: _Source, dtype: torch.dtype, quantize: Quantize = "none", device: str | torch.device = "cpu"
+) -> Any:
     """The model by transformers, refusing what it would fill in silently."""
     options = source.options()
     if source.gguf is not None:
@@ -447,6 +488,8 @@ def _load_model(source: _Source, dtype: torch.dtype) -> Any:
             )
     tied = "config" in options and bool(getattr(options["config"], "tie_word_embeddings", False))
     options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
+    if quantize != "none":
+        options |= {"quantization_config": quantization_config(quantize, dtype), "device_map": {"": device}}
     with quiet():
         found = AutoModelForCausalLM.from_pretrained(source.where, **options)
     model, info = cast(tuple[Any, dict[str, Any]], found)
@@ -521,7 +564,7 @@ def _refuse_non_finite(model: Any, name: str) -> None:
             raise ValueError(f"target {name!r}: tensor {key} holds NaN or infinity")
 
 
-def _facts(model: Any, tokenizer: Any, name: str, revision: str | None) -> TargetFacts:
+def _facts(model: Any, tokenizer: Any, name: str, revision: str | None, known_by: str) -> TargetFacts:
     config = model.config
     family = family_of(config)
     vocab = model.get_input_embeddings().weight.shape[0]
@@ -541,7 +584,7 @@ def _facts(model: Any, tokenizer: Any, name: str, revision: str | None) -> Targe
     return TargetFacts(
         name=name,
         revision=revision,
-        fingerprint=fingerprint(model),
+        fingerprint=known_by,
         family=config.model_type,
         vocab=vocab,
         tokens=tokens,

@@ -35,9 +35,14 @@ TABLES = {
     "LOSSES": "losses.objective",
     "TREES": "inference.trees",
     "VERIFIERS": "inference.verify",
+    "STRATEGIES": "inference.strategies",
+    "LAYOUTS": "models.layouts",
     "EXPORTERS": "inference.exporters",
+    "SCHEMAS": "inference.exporters",
     "SUITES": "inference.suites",
+    "TASKS": "data.tasks",
     "FAMILIES": "models.families",
+    "PRESETS": "models.diffusion",
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from draftsmith.data.encode import encode_all, prompt_ids, stop_ids
 from draftsmith.data.sources import Conversation, DataConfig, load_conversations
+from draftsmith.inference import endpoint
 from draftsmith.inference import rollout as module
 from draftsmith.inference.rollout import RolloutConfig, invent, rollout, rollout_endpoint, run_rollout
 from draftsmith.inference.speculate import generate
@@ -122,7 +123,7 @@ def test_truncated_answers_are_counted_and_stay_open(serve: Any, tokenizer: Any,
 
 
 def test_a_server_that_is_busy_is_asked_again(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(endpoint.time, "sleep", lambda _: None)
     tries: dict[int, int] = {}
 
     def reply(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -138,7 +139,7 @@ def test_a_server_that_is_busy_is_asked_again(serve: Any, tmp_path: Path, monkey
 def test_a_server_that_is_gone_or_refuses_ends_the_run(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(endpoint.time, "sleep", lambda _: None)
     out = tmp_path / "a.jsonl"
     with pytest.raises(ValueError, match=r"cannot be reached \(ConnectError, 4 tries\)"):
         rollout_endpoint("http://127.0.0.1:9/v1", [ask(0)], out, PARAMS, progress=False)

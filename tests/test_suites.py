@@ -33,6 +33,7 @@ FIXTURES = {
         {"prompt_id": 82, "category": "roleplay", "prompt": ["Be a bear.", "Be a bee."], "reference": []},
     ],
     "gsm8k": [{"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}],
+    "tasks": [{"task": "reverse", "asked": ["a", "b"]}],
     "spec_bench": [{"question_id": 1, "category": "rag", "turns": ["Answer from the text."]}],
 }
 
@@ -73,6 +74,13 @@ def test_two_turns_and_references_survive(tmp_path):
     score = SUITES["gsm8k"].score
     assert score("So it is 4.", "4") and score("1,204 apples", "1204") and not score("4 then 5", "4")
     assert not score("no number", "4")
+
+
+def test_tasks_are_scored_by_their_checkers():
+    prompts = load_suite("tasks", limit=70)
+    assert set(Counter(p.category for p in prompts).values()) == {10}
+    score = SUITES["tasks"].score
+    assert score("b, a.", "reverse a b") and not score("a b", "reverse a b") and not score("It is b a", "reverse a b")
 
 
 def test_the_answer_that_ships_is_not_part_of_the_prompt(tmp_path):

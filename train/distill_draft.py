@@ -13,43 +13,45 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 
 from draftsmith.configs.parse import UsageError, guarded, keys_of, nearest, parse, read_recipe, split_tokens
-from draftsmith.configs.training import TrainConfig, check, differing
+from draftsmith.configs.training import TrainConfig, check
 from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
 from draftsmith.data.encode import Sample, encode_all, prompt_ids
 from draftsmith.data.packing import collate
-from draftsmith.data.sources import Conversation, load_conversations
-from draftsmith.data.states import data_fingerprint
 from draftsmith.inference.capture import capture
-from draftsmith.inference.card import scrub_values
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import EXPORTERS
-from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
-from draftsmith.models.target import Target, live_states, load_target
-from draftsmith.train import checkpoint, engine
+from draftsmith.models.target import Target, live_states
+from draftsmith.train import engine
 from draftsmith.train.loop import Summary, train
-from draftsmith.train.stream import Stream
+from draftsmith.train.script import (
+    conversations,
+    end,
+    how_it_ended,
+    last_heldout,
+    make_stream,
+    refuse_other_run,
+    run_facts,
+    silent,
+    target_of,
+    write_run_file,
+)
 
-PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed", "safetensors")
+SCRIPT = "distill_draft.py"
 
 
 def read_config(argv: Sequence[str], prog: str) -> TrainConfig:
@@ -92,16 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     refuse_other_run(folder, config)
     accelerator = engine.start(config)
     torch.manual_seed(config.seed)
-    say = print if accelerator.is_main_process else _silent
+    say = print if accelerator.is_main_process else silent
 
-    with accelerator.local_main_process_first():  # one process of a machine downloads, or converts smollm2
-        target = load_target(
-            config.target.name,
-            dtype=config.target.dtype,
-            device=accelerator.device,
-            revision=config.target.revision,
-            trust_remote_code=config.target.trust_remote_code,
-        )
+    target = target_of(config, accelerator)
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples, _ = encode_all(heldout_talks, target.tokenizer, config.data.max_length)
@@ -115,21 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     if accelerator.is_main_process:
-        write_run_file(folder, config, argv, accelerator, samples, report, target)
+        write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
     samples, states_of = states(config, target, drafter, samples, folder, "train", accelerator)
     heldout_samples, heldout_states_of = states(
         config, target, drafter, heldout_samples, folder, "heldout", accelerator
     )
-    stream = Stream(
-        samples,
-        row_length=config.batch.row_length,
-        rows=config.batch.rows,
-        accumulate=config.batch.accumulate,
-        seed=config.seed,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-    )
+    stream = make_stream(config, samples, accelerator)
     prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
     heldout = [collate([sample], config.seed) for sample in heldout_samples]
 
@@ -144,14 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         heldout_states_of=heldout_states_of,
         probe=speculative_probe(target, prompts, config) if prompts else None,
     )
-    if summary.signal:
-        say(
-            f"stopped by signal {summary.signal}, saved at step {summary.state.step}; the same command goes on from there"
-        )
-        return 128 + summary.signal
-    if not summary.state.done:
-        say(f"stopped at step {summary.state.step} (budget.stop_at); the same command goes on from there")
-        return 0
+    code = how_it_ended(config, summary, say)
+    if code is not None:
+        return code
     if accelerator.is_main_process:
         if hasattr(drafter, "calibrate"):  # drafters that foresee their own acceptance
             drafter.calibrate(heldout, heldout_states_of)
@@ -159,34 +141,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"export: {place}\nnext: draftsmith evaluate --model {place}")
     accelerator.wait_for_everyone()
     return 0
-
-
-def refuse_other_run(folder: Path, config: TrainConfig) -> None:
-    """Refuse a run folder that cannot be continued, before anything is loaded or written."""
-    newest, _ = checkpoint.newest(folder / "checkpoints")
-    if newest is None:
-        return
-    if config.resume == "never":
-        raise ValueError(f"{folder} holds {newest.name} and resume=never: choose another `run` folder, or resume=auto")
-    _, before = checkpoint.read_state(newest)
-    if changed := differing(before, config):
-        raise ValueError(
-            f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another `run` folder"
-        )
-
-
-def conversations(config: TrainConfig) -> tuple[list[Conversation], list[Conversation]]:
-    """(training, held out). The shipped set has a split of its own; of any other source every tenth conversation is
-    held out, at most `evaluate.conversations` of them."""
-    talks = load_conversations(config.data)
-    wanted = config.evaluate.conversations
-    if config.data.source == "shipped":
-        held = load_conversations(dataclasses.replace(config.data, split="heldout", limit=None))
-        step = max(len(held) // max(wanted, 1), 1)  # spread over the categories
-        return talks, held[::step][:wanted]
-    held = talks[::10][:wanted] if len(talks) >= 20 else []
-    names = {id(t) for t in held}
-    return [t for t in talks if id(t) not in names], held
 
 
 def build_drafter(config: TrainConfig, target: Target, samples: Sequence[Sample]) -> tuple[Any, float]:
@@ -290,83 +244,15 @@ def write_export(
     summary: Summary,
 ) -> Path:
     """`export/` of the run, with what training estimated for `draftsmith evaluate` to be held against."""
-    state, heldout = summary.state, summary.heldout or last_heldout(folder)
+    heldout = summary.heldout or last_heldout(folder)
     # `accuracy_d` counts agreement with the target's own choice where all tokens before are the data's; for heads that
     # do not see those (Medusa, parallel drafters) that is below the acceptance after accepted ones.
     depths = sorted(int(name.removeprefix("accuracy_")) for name in heldout if name.startswith("accuracy_"))
     alpha = [heldout[f"accuracy_{depth}"] for depth in depths]
     estimated = {"k": len(alpha), "tau": heldout["tau"], "alpha": alpha} if "tau" in heldout else None
-    facts = RunFacts(
-        config=dataclasses.asdict(config),
-        command=command(argv),
-        versions=versions(),
-        data={"source": config.data.source, "samples": len(samples), "tokens": sum(map(len, samples))}
-        | {"fingerprint": data_fingerprint(samples)},
-        training={"steps": state.step, "tokens": state.tokens, "minutes": round(state.seconds / 60, 2)}
-        | {"skipped_steps": state.skipped, "heldout": heldout, "probe": summary.probe},
-        train_length=config.data.max_length,
-        estimated=estimated,
-    )
+    facts = run_facts(config, SCRIPT, argv, samples, summary, heldout)
+    facts = dataclasses.replace(facts, estimated=estimated)
     return export(drafter, folder / "export", run=facts, target=target)
-
-
-def last_heldout(folder: Path) -> dict[str, float]:
-    """The last held-out figures of a run's log (a launch that finds nothing left to do has none of its own)."""
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found = [line for line in lines if line["kind"] == "heldout"]
-    return {k: v for k, v in found[-1].items() if k not in ("kind", "step")} if found else {}
-
-
-def write_run_file(
-    folder: Path,
-    config: TrainConfig,
-    argv: Sequence[str],
-    accelerator: Accelerator,
-    samples: Sequence[Sample],
-    report: Any,
-    target: Target,
-) -> None:
-    """`run.yaml`: everything that decides the run, without local paths or secrets."""
-    facts = {
-        "command": command(argv),
-        "config": dataclasses.asdict(config),
-        "versions": versions(),
-        "git": git_state(),
-        "target": {"fingerprint": target.facts.fingerprint, "revision": target.facts.revision},
-        "data": {"fingerprint": data_fingerprint(samples), "report": str(report)},
-        "machine": {
-            "processes": accelerator.num_processes,
-            "engine": accelerator.distributed_type.value,
-            "threads": torch.get_num_threads(),
-            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        },
-        "deterministic": config.deterministic,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(scrub_values(json.loads(json.dumps(facts))), sort_keys=False)
-    (folder / "run.yaml").write_text(text)
-
-
-def command(argv: Sequence[str]) -> str:
-    return " ".join(["train/distill_draft.py", *argv])
-
-
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-
-
-def git_state() -> dict[str, Any]:
-    """Commit of this checkout and whether it is changed; empty outside of one."""
-    try:
-        root = Path(__file__).resolve().parent
-        run = [
-            subprocess.run(["git", "-C", str(root), *a], capture_output=True, text=True, check=True, timeout=10)
-            for a in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-        ]
-        return {"commit": run[0].stdout.strip(), "changed": bool(run[1].stdout.strip())}
-    except (OSError, subprocess.SubprocessError):
-        return {}
 
 
 def draft_vocab_text(drafter: Any, covered: float) -> str:
@@ -374,13 +260,5 @@ def draft_vocab_text(drafter: Any, covered: float) -> str:
     return f"{rows}, covers {covered:.2%} of the supervised tokens"
 
 
-def _silent(*_: Any) -> None:
-    """What processes other than the main one print."""
-
-
 if __name__ == "__main__":
-    code = guarded(main)
-    sys.stdout.flush()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    sys.exit(code)
+    end(guarded(main))

@@ -17,10 +17,10 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
-from ..configs.training import TrainConfig
+from ..configs.diffusion import RunConfig
 
 
-def start(config: TrainConfig) -> Accelerator:
+def start(config: RunConfig) -> Accelerator:
     """The accelerator of this launch.
 
     Raises ValueError when the processes that take part are not those that were asked for, by the launcher
@@ -67,7 +67,7 @@ def is_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
-def fill_deepspeed(settings: dict[str, Any], config: TrainConfig) -> None:
+def fill_deepspeed(settings: dict[str, Any], config: RunConfig) -> None:
     """The recipe is the one source of batch size, accumulation and clipping: a DeepSpeed file says the same or `auto`."""
     wanted = {
         "gradient_accumulation_steps": config.batch.accumulate,
@@ -173,5 +173,5 @@ def discard(accelerator: Accelerator, model: Any, optimisers: list[torch.optim.O
         optimiser.zero_grad(set_to_none=True)
 
 
-def run_folder(config: TrainConfig) -> Path:
+def run_folder(config: RunConfig) -> Path:
     return Path(config.run).expanduser()

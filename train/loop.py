@@ -24,7 +24,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..configs.training import BudgetConfig, TrainConfig, differing
+from ..configs.diffusion import RunConfig
+from ..configs.training import BudgetConfig, differing
 from ..data.batch import Batch, TargetOut
 from . import checkpoint, engine
 from .checkpoint import State
@@ -108,7 +109,7 @@ class Summary:
 
 
 def train(
-    config: TrainConfig,
+    config: RunConfig,
     accelerator: Accelerator,
     drafter: nn.Module,
     stream: Stream,
@@ -118,11 +119,13 @@ def train(
     heldout: Sequence[Batch] = (),
     heldout_states_of: Callable[[Batch], TargetOut] | None = None,
     probe: Callable[[nn.Module, Callable[[], bool]], dict[str, float]] | None = None,
+    evaluate_first: bool = False,
 ) -> Summary:
     """Train `drafter` until the budget is used, a signal comes, or too many steps in a row had to be skipped.
 
     `states_of` gives the target's states of a batch. `heldout`: batches of held-out conversations, the same list in
-    every process. `probe(drafter, stop)`: a real speculative run, on the main process. Every process calls this.
+    every process. `probe(drafter, stop)`: a real speculative run, on the main process. `evaluate_first`: held-out figures
+    of step 0 too, what a run is to be held against. Every process calls this.
     Raises ValueError when the run folder holds a run with other settings, RuntimeError after MAX_SKIPS skips in a row.
     """
     device = accelerator.device
@@ -157,6 +160,11 @@ def train(
             log.write("note", state.step, {"damaged": name}, f"checkpoint {name} is incomplete or damaged, passed over")
         if start is not None:
             log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
+
+        if evaluate_first and heldout and start is None:
+            figures = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+            if figures:
+                log.write("heldout", 0, figures, f"step 0  held out: {short(figures)}")
 
         while True:
             # 3. The window of this step; its counts over all processes, before any loss.

@@ -20,13 +20,13 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..configs.training import TrainConfig
+from ..configs.diffusion import RunConfig
 
 
 class RunLog:
     """The log of one launch; a context manager. Only the main process writes."""
 
-    def __init__(self, folder: Path, config: TrainConfig, accelerator: Accelerator, step: int) -> None:
+    def __init__(self, folder: Path, config: RunConfig, accelerator: Accelerator, step: int) -> None:
         self.main = accelerator.is_main_process
         self.accelerator = accelerator
         self.path = folder / "metrics.jsonl"

@@ -165,6 +165,6 @@ def sglang(target: str, draft: str, algorithm: str, tokens: int, steps: int | No
     return f"{line} --speculative-num-draft-tokens {tokens}"
 
 
-def measure(draft: str) -> str:
+def measure(draft: str, suite: str = "mini") -> str:
     """What is left where no engine serves a head."""
-    return f"draftsmith evaluate --model {shlex.quote(draft)} --suite mini"
+    return f"draftsmith evaluate --model {shlex.quote(draft)} --suite {suite}"

@@ -1,0 +1,195 @@
+"""What the training scripts share: before the loop, and after it.
+
+Tests: `pytest tests/test_train.py tests/test_config.py tests/test_convert_diffusion.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from accelerate import Accelerator
+
+from ..configs.diffusion import DiffusionConfig, RunConfig
+from ..configs.training import differing
+from ..data.encode import Sample
+from ..data.sources import Conversation, load_conversations
+from ..data.states import data_fingerprint
+from ..inference.card import scrub_values
+from ..inference.exporters.layout import RunFacts
+from ..models.target import Target, load_target
+from . import checkpoint
+from .loop import Summary
+from .stream import Stream
+
+PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed", "safetensors")
+
+
+def refuse_other_run(folder: Path, config: RunConfig) -> None:
+    """Refuse a run folder that cannot be continued, before anything is loaded or written."""
+    newest, _ = checkpoint.newest(folder / "checkpoints")
+    if newest is None:
+        return
+    if config.resume == "never":
+        raise ValueError(f"{folder} holds {newest.name} and resume=never: choose another `run` folder, or resume=auto")
+    _, before = checkpoint.read_state(newest)
+    if changed := differing(before, config):
+        raise ValueError(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another `run` folder"
+        )
+
+
+def conversations(config: RunConfig) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, held out). The shipped set has a split of its own; of any other source every tenth conversation is
+    held out, at most `evaluate.conversations` of them."""
+    talks = load_conversations(config.data)
+    wanted = config.evaluate.conversations
+    if config.data.source == "shipped":
+        held = load_conversations(dataclasses.replace(config.data, split="heldout", limit=None))
+        step = max(len(held) // max(wanted, 1), 1)  # spread over the categories
+        return talks, held[::step][:wanted]
+    held = talks[::10][:wanted] if len(talks) >= 20 else []
+    names = {id(t) for t in held}
+    return [t for t in talks if id(t) not in names], held
+
+
+def make_stream(config: RunConfig, samples: Sequence[Sample], accelerator: Accelerator) -> Stream:
+    """This process's share of the training data, in the order that the recipe says."""
+    return Stream(
+        samples,
+        row_length=config.batch.row_length,
+        rows=config.batch.rows,
+        accumulate=config.batch.accumulate,
+        seed=config.seed,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+    )
+
+
+def target_of(config: RunConfig, accelerator: Accelerator) -> Target:
+    """The target of a recipe. One process of a machine downloads, or converts smollm2."""
+    with accelerator.local_main_process_first():
+        return load_target(
+            config.target.name,
+            dtype=config.target.dtype,
+            device=accelerator.device,
+            revision=config.target.revision,
+            trust_remote_code=config.target.trust_remote_code,
+            quantize=config.quantize if isinstance(config, DiffusionConfig) else "none",
+        )
+
+
+def how_it_ended(config: RunConfig, summary: Summary, say: Callable[..., None]) -> int | None:
+    """The exit code of a launch that leaves its budget unused, after saying why; None for one that used it."""
+    if summary.signal:
+        say(
+            f"stopped by signal {summary.signal}, saved at step {summary.state.step}; the same command goes on from there"
+        )
+        return 128 + summary.signal
+    if not summary.state.done:
+        say(f"stopped at step {summary.state.step} (budget.stop_at); the same command goes on from there")
+        return 0
+    return None
+
+
+def run_facts(
+    config: RunConfig,
+    script: str,
+    argv: Sequence[str],
+    samples: Sequence[Sample],
+    summary: Summary,
+    heldout: dict[str, float],
+) -> RunFacts:
+    """What an export records of its run."""
+    state = summary.state
+    return RunFacts(
+        config=dataclasses.asdict(config),
+        command=command(script, argv),
+        versions=versions(),
+        data={"source": config.data.source, "samples": len(samples), "tokens": sum(map(len, samples))}
+        | {"fingerprint": data_fingerprint(samples)},
+        training={"steps": state.step, "tokens": state.tokens, "minutes": round(state.seconds / 60, 2)}
+        | {"skipped_steps": state.skipped, "heldout": heldout, "probe": summary.probe},
+        train_length=config.data.max_length,
+    )
+
+
+def last_heldout(folder: Path) -> dict[str, float]:
+    """The last held-out figures of a run's log (a launch that finds nothing left to do has none of its own)."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [line for line in lines if line["kind"] == "heldout"]
+    return {k: v for k, v in found[-1].items() if k not in ("kind", "step")} if found else {}
+
+
+def write_run_file(
+    folder: Path,
+    config: RunConfig,
+    script: str,
+    argv: Sequence[str],
+    accelerator: Accelerator,
+    samples: Sequence[Sample],
+    report: Any,
+    target: Target,
+) -> None:
+    """`run.yaml`: everything that decides the run, without local paths or secrets."""
+    facts = {
+        "command": command(script, argv),
+        "config": dataclasses.asdict(config),
+        "versions": versions(),
+        "git": git_state(),
+        "target": {"fingerprint": target.facts.fingerprint, "revision": target.facts.revision},
+        "data": {"fingerprint": data_fingerprint(samples), "report": str(report)},
+        "machine": {
+            "processes": accelerator.num_processes,
+            "engine": accelerator.distributed_type.value,
+            "threads": torch.get_num_threads(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        },
+        "deterministic": config.deterministic,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(scrub_values(json.loads(json.dumps(facts))), sort_keys=False)
+    (folder / "run.yaml").write_text(text)
+
+
+def command(script: str, argv: Sequence[str]) -> str:
+    return " ".join([f"train/{script}", *argv])
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of this checkout and whether it is changed; empty outside of one."""
+    try:
+        root = Path(__file__).resolve().parent
+        run = [
+            subprocess.run(["git", "-C", str(root), *a], capture_output=True, text=True, check=True, timeout=10)
+            for a in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        ]
+        return {"commit": run[0].stdout.strip(), "changed": bool(run[1].stdout.strip())}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def silent(*_: Any) -> None:
+    """What processes other than the main one print."""
+
+
+def end(code: int) -> NoReturn:
+    """Leave with this exit code, once the other processes are let go."""
+    sys.stdout.flush()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.exit(code)
