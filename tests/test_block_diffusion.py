@@ -89,10 +89,16 @@ def step(module: Any, batches: Sequence[Batch]) -> tuple[float, dict[str, Tensor
     return value, {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Of two sets of gradients: the norm of their difference over the second one's norm."""
+    a, b = (torch.cat([grads[name].double().flatten() for name in sorted(wanted)]) for grads in (found, wanted))
+    return float((a - b).norm() / b.norm())
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-9)])
 @pytest.mark.parametrize("kind", [*PRESETS, "certainty", "certainty one", "guesses", "trajectory"])
 def test_batch_split_and_accumulation_change_nothing(kind: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Loss relative to itself, gradients relative to the largest one."""
+    """Loss relative to itself, all gradients together relative to their norm."""
     if kind.startswith("certainty"):
         blocks: Any = "one" if "one" in kind else "all"
         module = trained(objective_of("fast_dllm_v2"), CertaintyConfig(blocks=blocks), dtype=dtype)
@@ -110,15 +116,11 @@ def test_batch_split_and_accumulation_change_nothing(kind: str, dtype: torch.dty
     splits = [[rows([a, b]), rows([c, d])]]
     if kind != "sdar":  # its level belongs to a packed row
         splits += [[rows([a], [b], [c], [d])], [rows([d, b, c, a])], [rows([c]), rows([d, a]), rows([b])]]
-    largest = max(float(grad.abs().max()) for grad in wanted.values())
-    if module.passes.objective.weight == "inverse":  # weights of up to 1000 in one sum cost digits
-        largest *= 3
     for split in splits:
         loss, grads = step(module, split)
         assert loss == pytest.approx(whole, rel=tolerance)
         assert grads.keys() == wanted.keys() == dict(module.named_parameters()).keys()
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=0, atol=tolerance * largest)
+        assert distance(grads, wanted) <= tolerance
 
 
 @pytest.mark.parametrize("block", [2, 4, 12])
