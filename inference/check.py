@@ -266,16 +266,20 @@ def check_export(cfg: CheckConfig) -> CheckResult:
         target = float32_target(target)
     elif target.dtype != torch.bfloat16:
         raise ValueError(f"the replay was made beside a {dtype} target; check it in float32")
-    result = check(folder, config, target, stored)
-    share = result.agreeing / result.pairs
+    what = f"{cfg.export}: {ours['method']} for {ours['target']['name']}"
+    return judged(check(folder, config, target, stored), cfg, what, "its trainer did", "export")
+
+
+def judged(result: CheckResult, cfg: CheckConfig, what: str, wanted: str, remedy: str) -> CheckResult:
+    """Print how a replay came out, and return it. ValueError when it does not compute what is `wanted`."""
+    exact, share = cfg.dtype == "float32", result.agreeing / result.pairs
     print(
-        f"{cfg.export}: {ours['method']} for {ours['target']['name']}, tensors complete and finite; replay in {cfg.dtype}: "
-        f"{result.agreeing} of {result.pairs} top tokens agree ({100 * share:.1f} %), largest logit difference "
-        f"{result.difference:.1e} of the largest logit"
+        f"{what}, tensors complete and finite; replay in {cfg.dtype}: {result.agreeing} of {result.pairs} top tokens agree "
+        f"({100 * share:.1f} %), largest logit difference {result.difference:.1e} of the largest logit"
     )
     if share < (1.0 if exact else 0.98) or (exact and not result.difference <= TOLERANCE):
         raise ValueError(
-            f"{cfg.export} does not compute what its trainer did ({100 * share:.1f} % of the top tokens, logits off by "
-            f"{result.difference:.1e}; needed {'100 %' if exact else '98 %'}): export it again, do not serve it"
+            f"{cfg.export} does not compute what {wanted} ({100 * share:.1f} % of the top tokens, logits off by "
+            f"{result.difference:.1e}; needed {'100 %' if exact else '98 %'}): {remedy} it again, do not serve it"
         )
     return result

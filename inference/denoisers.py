@@ -27,7 +27,7 @@ from ..models.target import Target, load_target
 from .adapter_folder import KIND, MERGED, denoiser_of, load_adapters, settings_of
 from .canvas import sight
 from .card import DECODE
-from .check import TOLERANCE, TOP, CheckConfig, CheckResult, float32_target, stored_positions
+from .check import TOP, CheckConfig, CheckResult, float32_target, judged, stored_positions
 from .decision_folder import lacking, read_heads, with_head
 from .diffuse import DiffuseConfig
 from .exporters import SCHEMAS
@@ -282,17 +282,7 @@ def check_denoiser(cfg: CheckConfig, stored: Stored) -> CheckResult:
     agreeing = int((logits_RV.argmax(-1) == replay["top_ids"][:, 0]).sum())
     gap_RE = (logits_RV.gather(1, replay["top_ids"]) - replay["top_logits"]).abs()
     result = CheckResult(len(logits_RV), agreeing, float(gap_RE.max() / replay["top_logits"].abs().max()))
-    exact, share = cfg.dtype == "float32", agreeing / len(logits_RV)
-    print(
-        f"{what}; tensors complete and finite; replay in {cfg.dtype}: {agreeing} of {result.pairs} top tokens agree, largest "
-        f"logit difference {result.difference:.1e} of the largest logit"
-    )
-    if share < (1.0 if exact else 0.98) or (exact and not result.difference <= TOLERANCE):
-        raise ValueError(
-            f"{cfg.export} does not compute what was exported ({agreeing} of {result.pairs} top tokens, logits off by "
-            f"{result.difference:.1e}): merge it again, do not serve it"
-        )
-    return result
+    return judged(result, cfg, what, "was exported", "merge")
 
 
 def _read_masked_replay(folder: Path) -> Mapping[str, Tensor]:

@@ -49,9 +49,8 @@ from draftsmith.inference.diffusion_figures import (
     retention,
     row_of,
 )  # fmt: skip
-from draftsmith.inference.figures import Bootstrap, rate
-from draftsmith.inference.self_draft import SelfDraft
-from draftsmith.inference.speculate import DecodeConfig, chain_width, generate
+from draftsmith.inference.evaluate_denoiser import self_drafting
+from draftsmith.inference.speculate import generate
 from draftsmith.inference.strategies import strategy_of
 from draftsmith.inference.suites import SUITES, Prompt, load_suite
 from draftsmith.losses.probs import SamplingParams
@@ -106,7 +105,8 @@ class Bench:
         target = load_target(
             "tiny" if self.args.quick else "smollm2", dtype="float32" if self.args.quick else "bfloat16"
         )
-        probe = [prompt_ids(p.messages, target.tokenizer) for p in load_suite("mini", limit=self.args.prompts)]
+        prompts = load_suite("mini", limit=self.args.prompts)
+        probe = [prompt_ids(p.messages, target.tokenizer) for p in prompts]
         before = [logits_of(target, ids) for ids in probe]
         where = str(self.out / "run" / "export")
         objective = settings_of(ObjectiveConfig, facts["objective"], where)
@@ -126,7 +126,7 @@ class Bench:
             "training": {k: facts[k] for k in ("steps", "tokens", "minutes", "cpu_minutes")},
             "entropy_of_unigrams": unigram_entropy(heldout),
             "curve": curve,
-            "self_draft": self.self_draft(probe),
+            "self_draft": self.self_draft(prompts, probe),
             "adapters_off": {"prompts": len(probe), "same_bits": same},
             "base": row_of("autoregression", decoded(base)),
             "rows": [row_of(f"threshold {t:g}", decoded(row)) for t, row in zip(THRESHOLDS, rows, strict=True)],
@@ -222,29 +222,14 @@ class Bench:
             sums["count"] += float(metrics["hidden_loss"][1])
         return {name: sums[name] / sums["count"] for name in ("hidden_loss", "accuracy", "sure")}
 
-    def self_draft(self, probe: Sequence[Sequence[int]]) -> Row:
-        """tau at K, greedy, at a fixed width at which plain decoding has the same bits; how many answers are the same."""
+    def self_draft(self, prompts: Sequence[Prompt], probe: Sequence[list[int]]) -> Row:
+        """tau at K, greedy, and how many answers are plain decoding's."""
+        params = SamplingParams(max_new_tokens=self.args.max_new_tokens)
 
         def run() -> Row:
-            drafter = SelfDraft(self.denoiser)
-            drafter.bind(self.target)
-            width = chain_width(drafter, DecodeConfig(k=K))
-            decode = DecodeConfig(k=K, fixed_width=width)
-            params = SamplingParams(max_new_tokens=self.args.max_new_tokens)
-            plain = generate(self.target, probe, params, None, decode)
-            drafts = generate(self.target, probe, params, drafter, decode)
-            return {
-                "width": width,
-                "same": sum(a.ids == b.ids for a, b in zip(plain, drafts, strict=True)),
-                "counts": [[r.stats.committed - 1, r.stats.verifies] for r in drafts],
-                "draft_forwards": drafter.forwards,
-            }
+            return self_drafting(self.target, self.denoiser, prompts, probe, params, K, 2000, 0)
 
-        found = self.kept.get("self-drafting", run)
-        bootstrap = Bootstrap([str(i) for i in range(len(probe))], 2000, seed=0)
-        tokens, verifies = torch.tensor(found["counts"], dtype=torch.float64).numpy().T
-        tau, interval = rate(tokens, verifies, bootstrap)
-        return found | {"prompts": len(probe), "tau": tau, "interval": interval}
+        return self.kept.get("self-drafting", run)
 
     def scored(self) -> list[Prompt]:
         """Prompts with a checker: the tasks of data/tasks.py, in words."""
@@ -300,7 +285,7 @@ class Bench:
         interval = draft["interval"] or [math.nan] * 2
         self.console.print(
             f"self-drafting at K={K}: tau {draft['tau']:.3f} [{interval[0]:.3f}, {interval[1]:.3f}], {draft['same']} of "
-            f"{draft['prompts']} answers as without, {draft['draft_forwards']} passes that drafted"
+            f"{draft['answers']} answers as without, {draft['forwards']} passes that drafted"
         )
         for sample in figures["samples"]:
             for who in ("prompt", "base", "converted"):
@@ -351,7 +336,7 @@ def bars_of(figures: Row) -> list[Row]:
         bar("held-out masked loss, as a share of its value at step 0", last / first, at_most=0.7),
         bar("held-out masked loss over the entropy of unigrams", last / figures["entropy_of_unigrams"], at_most=1.0),
         bar(f"tau of self-drafting at K={K}", draft["tau"], at_least=1.15),
-        bar("self-drafting: answers that differ from plain decoding", draft["prompts"] - draft["same"], at_most=0),
+        bar("self-drafting: answers that differ from plain decoding", draft["answers"] - draft["same"], at_most=0),
         bar("adapters off: prompts whose logits differ in any bit", off["prompts"] - off["same_bits"], at_most=0),
         bar("CPU minutes", round(figures["cpu_minutes"], 1), at_most=60),
     ]
