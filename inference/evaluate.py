@@ -20,7 +20,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -34,8 +33,7 @@ from ..losses.probs import SamplingParams
 from ..models import TRAINING_FREE, FreeSettings
 from ..models.target import Target, load_target
 from .card import write_card
-from .denoisers import Stored, complete, load_base, load_denoiser, refuse_without_head, stored_denoiser
-from .evaluate_denoiser import evaluate_denoiser, print_denoiser_report, settings_of_strategy
+from .denoisers import stored_denoiser
 from .figures import (
     CAUSES,
     DEFINITIONS,
@@ -239,8 +237,8 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
             drafters[_free_label(name)] = free_drafter(name, target, cfg.drafter)
             continue
         drafter = load_drafter(name, target, revision=revision)
-        label = drafter.method if drafter.method not in drafters else f"{drafter.method} {_label(name)}"
-        drafters[label], estimated[label], labels[label] = drafter, config.get("estimated"), _label(name)
+        label = drafter.method if drafter.method not in drafters else f"{drafter.method} {label_of(name)}"
+        drafters[label], estimated[label], labels[label] = drafter, config.get("estimated"), label_of(name)
     report = measure(target, drafters, prompts, cfg, estimated, console)
     report["run"]["exports"] = labels
     return report
@@ -248,6 +246,8 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
 
 def run_evaluate(cfg: EvaluateConfig) -> int:
     """The command: measure, write JSON and HTML, print the table. Returns 1 when a losslessness check is red."""
+    from .evaluate_denoiser import run_denoiser  # which is set and written as here
+
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a log has no width of its own
@@ -268,76 +268,9 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     return 1 if any(row["red"] for row in report["rows"]) else 0
 
 
-def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
-    """The command, of a denoiser: settings that speak of drafts are refused."""
-    used = {
-        "model",
-        "target",
-        "revision",
-        "target_revision",
-        "suite",
-        "file",
-        "prompts",
-        "max_new_tokens",
-        "k",
-        "dtype",
-    }
-    used |= {"device", "seed", "bootstrap", "out", "json", "card", "trust_remote_code", "strategies", "thresholds"}
-    plain = EvaluateConfig("")
-    if idle := [f for f in asdict(cfg) if f not in used and getattr(cfg, f) != getattr(plain, f)]:
-        raise ValueError(f"{', '.join(idle)}: {cfg.model} is a denoiser, these are for drafters; leave them out")
-    if cfg.k != plain.k and len(cfg.k) > 1:
-        raise ValueError(f"k = {list(cfg.k)}: {cfg.model} is a denoiser, which drafts at one length per run; give one")
-    if stored.kind == "layout" and cfg.target is not None:
-        raise ValueError(f"target = {cfg.target!r}: {cfg.model} is a model of its own, with no base; leave it out")
-    path = _json_path(cfg)
-    ways = [way for name in cfg.strategies for way in settings_of_strategy(name, cfg.thresholds)]
-    if not ways or (cfg.thresholds != plain.thresholds and all(label in cfg.strategies for label, _ in ways)):
-        raise ValueError(
-            f"strategies = {list(cfg.strategies)}, thresholds = {list(cfg.thresholds)}: give one strategy at least, and "
-            "thresholds if it has one, else none"
-        )
-    for label, how in ways:
-        refuse_without_head(stored, how, label)
-    prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
-    load = partial(
-        load_base,
-        stored,
-        cfg.target,
-        cfg.target_revision,
-        dtype=cfg.dtype,
-        device=cfg.device,
-        trust_remote_code=cfg.trust_remote_code,
-    )
-    base = load() if stored.kind != "layout" else None
-    own = base if stored.keeps_base else load() if stored.kind == "adapters" else None
-    denoiser = load_denoiser(stored, own, dtype=cfg.dtype, device=cfg.device)
-    report = {"machine": machine(denoiser.target)} | evaluate_denoiser(
-        denoiser,
-        base,
-        prompts,
-        SUITES[cfg.suite].score,
-        [(label, complete(stored, how, denoiser)) for label, how in ways],
-        k=min(cfg.k),
-        max_new_tokens=cfg.max_new_tokens,
-        draws=cfg.bootstrap,
-        seed=cfg.seed,
-    )
-    report["run"] |= {"suite": cfg.suite, "dtype": cfg.dtype, "name": _label(cfg.model), "kind": stored.kind}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-    print_denoiser_report(report, console)
-    console.print(visible(f"wrote {path}"))
-    if cfg.card and stored.kind != "layout" and Path(cfg.model).is_dir():  # other projects' folders stay as they are
-        (Path(cfg.model) / "report.json").write_bytes(path.read_bytes())
-        write_card(Path(cfg.model))
-        console.print(visible(f"its table is in the model card, {Path(cfg.model) / 'README.md'}"))
-    return 1 if (report["self_draft"] or {}).get("red") else 0
-
-
 def write_report(report: Row, cfg: EvaluateConfig) -> tuple[Path, Path]:
     """Write the JSON and the HTML report; the partial results are then done with."""
-    paths = _json_path(cfg), Path(cfg.html) if cfg.html else _json_path(cfg).with_suffix(".html")
+    paths = json_path(cfg), Path(cfg.html) if cfg.html else json_path(cfg).with_suffix(".html")
     for path, text in zip(paths, (json.dumps(report, indent=1, allow_nan=False), html(report)), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -839,7 +772,7 @@ def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Promp
     }
 
 
-def _label(model: str) -> str:
+def label_of(model: str) -> str:
     """A short name of an export: its folder's, or that of the run around an `export` folder."""
     path = Path(model)
     return path.parent.name if path.name == "export" and path.parent.name else path.name
@@ -847,15 +780,15 @@ def _label(model: str) -> str:
 
 def _free_label(name: str) -> str:
     """The name of a training-free drafter, without a language model's folder."""
-    return PLAIN_MODEL + _label(name.removeprefix(PLAIN_MODEL)) if name.startswith(PLAIN_MODEL) else name
+    return PLAIN_MODEL + label_of(name.removeprefix(PLAIN_MODEL)) if name.startswith(PLAIN_MODEL) else name
 
 
-def _json_path(cfg: EvaluateConfig) -> Path:
+def json_path(cfg: EvaluateConfig) -> Path:
     return Path(cfg.json) if cfg.json else Path(cfg.out) / "report.json"
 
 
 def _partial_path(cfg: EvaluateConfig) -> Path:
-    return _json_path(cfg).with_suffix(".partial.jsonl")
+    return json_path(cfg).with_suffix(".partial.jsonl")
 
 
 def _fingerprint(target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], cfg: EvaluateConfig) -> str:

@@ -11,7 +11,11 @@ every answer must be plain decoding's own to the bit. Only first turns are answe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +27,17 @@ from ..data.encode import prompt_ids
 from ..losses.probs import SamplingParams
 from ..models.denoiser import TargetDenoiser
 from ..models.target import Target
+from .card import write_card
+from .denoisers import Stored, complete, load_base, load_denoiser, refuse_without_head
 from .diffuse import DiffuseConfig, diffuse
 from .diffusion_figures import COUNTING, Decoded, area, cut, retention, row_of
+from .evaluate import EvaluateConfig, json_path, label_of, machine
 from .figures import Bootstrap, rate
 from .report import number, visible, with_interval
 from .self_draft import SelfDraft
 from .speculate import DecodeConfig, chain_width, generate
 from .strategies import strategy_of
-from .suites import Prompt
+from .suites import SUITES, Prompt, load_suite
 
 Row = dict[str, Any]
 Score = Callable[[str, str], bool]
@@ -43,6 +50,73 @@ def settings_of_strategy(name: str, thresholds: Sequence[float]) -> list[tuple[s
         return [(f"{name} {t:g}", DiffuseConfig(strategy_of(name, {"threshold": t}))) for t in thresholds]
     except ValueError:
         return [(name, DiffuseConfig(strategy_of(name)))]
+
+
+def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
+    """`run_evaluate` of a denoiser: settings that speak of drafts are refused."""
+    used = {
+        "model",
+        "target",
+        "revision",
+        "target_revision",
+        "suite",
+        "file",
+        "prompts",
+        "max_new_tokens",
+        "k",
+        "dtype",
+    }
+    used |= {"device", "seed", "bootstrap", "out", "json", "card", "trust_remote_code", "strategies", "thresholds"}
+    plain = EvaluateConfig("")
+    if idle := [f for f in asdict(cfg) if f not in used and getattr(cfg, f) != getattr(plain, f)]:
+        raise ValueError(f"{', '.join(idle)}: {cfg.model} is a denoiser, these are for drafters; leave them out")
+    if cfg.k != plain.k and len(cfg.k) > 1:
+        raise ValueError(f"k = {list(cfg.k)}: {cfg.model} is a denoiser, which drafts at one length per run; give one")
+    if stored.kind == "layout" and cfg.target is not None:
+        raise ValueError(f"target = {cfg.target!r}: {cfg.model} is a model of its own, with no base; leave it out")
+    path = json_path(cfg)
+    ways = [way for name in cfg.strategies for way in settings_of_strategy(name, cfg.thresholds)]
+    if not ways or (cfg.thresholds != plain.thresholds and all(label in cfg.strategies for label, _ in ways)):
+        raise ValueError(
+            f"strategies = {list(cfg.strategies)}, thresholds = {list(cfg.thresholds)}: give one strategy at least, and "
+            "thresholds if it has one, else none"
+        )
+    for label, how in ways:
+        refuse_without_head(stored, how, label)
+    prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
+    load = partial(
+        load_base,
+        stored,
+        cfg.target,
+        cfg.target_revision,
+        dtype=cfg.dtype,
+        device=cfg.device,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    base = load() if stored.kind != "layout" else None
+    own = base if stored.keeps_base else load() if stored.kind == "adapters" else None
+    denoiser = load_denoiser(stored, own, dtype=cfg.dtype, device=cfg.device)
+    report = {"machine": machine(denoiser.target)} | evaluate_denoiser(
+        denoiser,
+        base,
+        prompts,
+        SUITES[cfg.suite].score,
+        [(label, complete(stored, how, denoiser)) for label, how in ways],
+        k=min(cfg.k),
+        max_new_tokens=cfg.max_new_tokens,
+        draws=cfg.bootstrap,
+        seed=cfg.seed,
+    )
+    report["run"] |= {"suite": cfg.suite, "dtype": cfg.dtype, "name": label_of(cfg.model), "kind": stored.kind}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+    print_denoiser_report(report, console)
+    console.print(visible(f"wrote {path}"))
+    if cfg.card and stored.kind != "layout" and Path(cfg.model).is_dir():  # other projects' folders stay as they are
+        (Path(cfg.model) / "report.json").write_bytes(path.read_bytes())
+        write_card(Path(cfg.model))
+        console.print(visible(f"its table is in the model card, {Path(cfg.model) / 'README.md'}"))
+    return 1 if (report["self_draft"] or {}).get("red") else 0
 
 
 def evaluate_denoiser(
