@@ -169,40 +169,23 @@ def merge(
             f"largest (allowed {TOLERANCE:g}); use the adapters as they are, and report this"
         )
     replay = make_masked_replay(in_float32(denoiser, objective))
-    stored_facts: Row = {
-        "format": FORMAT,
-        "kind": MERGED,
-        "schema": schema.name,
-        "method": "block_diffusion",
-        "target": scrub_values(facts_of(target.facts)),
-        "objective": asdict(objective),
-        "mask_id": mask_id,
-        **facts_of_objective(objective),
-        "decode": decode or DECODE,
-        "limits": list(schema.limits(mask_id, objective.block)),
-    }
-    if source is not None:
-        facts = read_json(source / CONFIG)["draftsmith"]
-        stored_facts |= {key: facts.get(key) for key in ("method", "train_length")}
-        stored_facts["adapters_sha256"] = report["adapters_sha256"] = facts.get("sha256")
+    ours = merged_facts_of(converted, schema, decode or DECODE, source)
+    report["adapters_sha256"] = ours.get("adapters_sha256")
     report |= {"base": target.facts.name, "base_fingerprint": target.facts.fingerprint}
     report |= {"schema": schema.name, "dtype": str(dtype).removeprefix("torch.")}
+
+    eos = list(target.facts.eos_ids)
+    said = schema.keys(objective, mask_id) | {"eos_token_id": eos[0] if len(eos) == 1 else eos or None}
+    said |= {"torch_dtype": report["dtype"]}
 
     def fill(place: Path) -> None:
         with quiet():
             model.save_pretrained(place, max_shard_size="1000GB")  # one file, which is what its hash speaks of
             tokenizer.save_pretrained(place)
-        for file in (place / CONFIG, place / "tokenizer_config.json"):
-            raw = {k: v for k, v in read_json(file).items() if k not in LEFT_OUT}
-            if file.name == CONFIG:
-                raw |= spelled(raw) | schema.keys(objective, mask_id)
-                eos = list(target.facts.eos_ids)
-                raw |= {"eos_token_id": eos[0] if len(eos) == 1 else eos or None}
-                raw |= {
-                    "torch_dtype": report["dtype"],
-                    "draftsmith": stored_facts | {"sha256": sha256_of(place / WEIGHTS)},
-                }
-            file.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        config, tokens = place / CONFIG, place / "tokenizer_config.json"
+        raw = read_json(config)
+        write_json(config, raw | spelled(raw) | said | {"draftsmith": ours | {"sha256": sha256_of(place / WEIGHTS)}})
+        write_json(tokens, read_json(tokens))
         if (generation := getattr(target.model, "generation_config", None)) is not None:
             (place / GENERATION).write_text(generation.to_json_string(), encoding="utf-8")
         (place / CHANGES).write_text(json.dumps(scrub_values(report), indent=1) + "\n", encoding="utf-8")
@@ -215,6 +198,34 @@ def merge(
 
     write_folder(folder, fill)
     return report
+
+
+def merged_facts_of(converted: Converted, schema: Schema, decode: Row, source: Path | None) -> Row:
+    """What stands under `draftsmith` in a merged folder's config.json, but for the weights' hash."""
+    objective, mask_id = converted.objective, converted.adapters.mask_id
+    ours: Row = {
+        "format": FORMAT,
+        "kind": MERGED,
+        "schema": schema.name,
+        "method": "block_diffusion",
+        "target": scrub_values(facts_of(converted.adapters.target.facts)),
+        "objective": asdict(objective),
+        "mask_id": mask_id,
+        **facts_of_objective(objective),
+        "decode": decode,
+        "limits": list(schema.limits(mask_id, objective.block)),
+    }
+    if source is not None:
+        trained = read_json(source / CONFIG)["draftsmith"]
+        ours |= {key: trained.get(key) for key in ("method", "train_length")}
+        ours["adapters_sha256"] = trained.get("sha256")
+    return ours
+
+
+def write_json(file: Path, facts: Row) -> None:
+    """A JSON file of the base's, without where it lay and without code that is not here."""
+    kept = {key: value for key, value in facts.items() if key not in LEFT_OUT}
+    file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def refuse_place(folder: Path) -> None:
