@@ -15,10 +15,11 @@ from typing import Any
 
 from ...models.diffusion import ObjectiveConfig
 from ...models.drafter import TargetFacts
+from ...models.layouts import LAYOUTS
 from .layout import measure
 from .schema import Schema, block_faults
 
-MASK = 151665  # of its sampler
+MASK = LAYOUTS["Fast_dLLM_Qwen"].mask_id  # of its sampler
 
 
 def keys(objective: ObjectiveConfig, mask_id: int) -> dict[str, Any]:
