@@ -36,7 +36,7 @@ from .figures import Bootstrap, rate
 from .report import number, visible, with_interval
 from .self_draft import SelfDraft
 from .speculate import DecodeConfig, chain_width, generate
-from .strategies import strategy_of
+from .strategies import settings_by_slot, strategy_of
 from .suites import SUITES, Prompt, load_suite
 
 Row = dict[str, Any]
@@ -44,12 +44,12 @@ Score = Callable[[str, str], bool]
 
 
 def settings_of_strategy(name: str, thresholds: Sequence[float]) -> list[tuple[str, DiffuseConfig]]:
-    """(label, settings) of a strategy at every threshold, or as it is where it has none. ValueError for unknown names."""
-    strategy_of(name)
-    try:
-        return [(f"{name} {t:g}", DiffuseConfig(strategy_of(name, {"threshold": t}))) for t in thresholds]
-    except ValueError:
-        return [(name, DiffuseConfig(strategy_of(name)))]
+    """(label, settings) of a strategy at every threshold, or as it is where it has none. ValueError for unknown names
+    and for thresholds that it does not take."""
+    plain = strategy_of(name)
+    if not any("threshold" in names for names in settings_by_slot(plain).values()):
+        return [(name, DiffuseConfig(plain))]
+    return [(f"{name} {t:g}", DiffuseConfig(strategy_of(name, {"threshold": t}))) for t in thresholds]
 
 
 def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:

@@ -280,16 +280,23 @@ def strategy_of(name: str, settings: Mapping[str, Any] | None = None) -> Strateg
     if name not in STRATEGIES:
         raise ValueError(f"strategy {name!r}: use one of {', '.join(STRATEGIES)}")
     strategy, left = STRATEGIES[name], dict(settings or {})
-    known: list[str] = []
-    for slot in fields(strategy):
-        part = getattr(strategy, slot.name)
-        names = [f.name for f in fields(part)] if is_dataclass(part) and not isinstance(part, type) else []
-        known += names
-        mine = {key: left.pop(key) for key in names if key in left}
-        if mine:
-            strategy = replace(strategy, **{slot.name: replace(part, **mine)})
+    slots = settings_by_slot(strategy)
+    for slot, names in slots.items():
+        if mine := {key: left.pop(key) for key in names if key in left}:
+            strategy = replace(strategy, **{slot: replace(getattr(strategy, slot), **mine)})
+    known = [key for names in slots.values() for key in names]
     if left:
         near = difflib.get_close_matches(next(iter(left)), known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
         raise ValueError(f"strategy {name!r} has no setting {next(iter(left))!r}: {hint}")
     return strategy
+
+
+def settings_by_slot(strategy: Strategy) -> dict[str, list[str]]:
+    """The names of a strategy's settings, by the part of it that has them."""
+    parts = {slot.name: getattr(strategy, slot.name) for slot in fields(strategy)}
+    return {
+        slot: [f.name for f in fields(part)]
+        for slot, part in parts.items()
+        if is_dataclass(part) and not isinstance(part, type)
+    }
