@@ -26,6 +26,7 @@ class Batch:
     seed: int = 0
     order_BT: Tensor | None = None  # int64, the decoding pass that decided the token; -1 = not known; None = of none
     guess_BT: Tensor | None = None  # int64 [B, T'], a denoiser's own guesses (models/on_policy.py)
+    states_BIT: Tensor | None = None  # int64 [B, I, T], Jacobi states of answers, each block's last ones being its text
 
     def to(self, device: torch.device | str) -> Batch:
         return Batch(
@@ -37,6 +38,7 @@ class Batch:
             self.seed,
             None if self.order_BT is None else self.order_BT.to(device),
             None if self.guess_BT is None else self.guess_BT.to(device),
+            None if self.states_BIT is None else self.states_BIT.to(device),
         )
 
 

@@ -46,7 +46,9 @@ class Refused(ValueError):
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One document: `ids` int64 [n], `supervised` bool [n] (True = a token the assistant wrote, or its end of turn).
-    `order` int64 [n], where the answer came with it: the decoding pass that decided the token, -1 = not known."""
+    `order` int64 [n], where the answer came with it: the decoding pass that decided the token, -1 = not known.
+    `states` int64 [I, n], where the answer came with them: the Jacobi states of its blocks, the first one first; a block
+    that is settled, and all that is in none, is the text itself."""
 
     sample_id: int
     ids: Tensor
@@ -54,6 +56,7 @@ class Sample:
     truncated: bool = False
     category: str = ""
     order: Tensor | None = None
+    states: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

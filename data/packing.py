@@ -79,6 +79,8 @@ def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: i
     samples_BT = torch.full(shape, -1, dtype=torch.int64)
     ordered = any(s.order is not None for row in rows for s in row)
     order_BT = torch.full(shape, -1, dtype=torch.int64) if ordered else None
+    deepest = max((len(s.states) for row in rows for s in row if s.states is not None), default=0)
+    states_BIT = torch.zeros(len(rows), deepest, width, dtype=torch.int64) if deepest else None
     for b, row in enumerate(rows):
         at = 0
         for sample in row:
@@ -89,8 +91,12 @@ def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: i
             samples_BT[b, span] = sample.sample_id
             if order_BT is not None and sample.order is not None:
                 order_BT[b, span] = sample.order
+            if states_BIT is not None:
+                states_BIT[b, :, span] = sample.ids
+                if sample.states is not None:
+                    states_BIT[b, : len(sample.states), span] = sample.states
             at = span.stop
-    return Batch(ids_BT, supervised_BT, positions_BT, samples_BT, epoch, seed, order_BT)
+    return Batch(ids_BT, supervised_BT, positions_BT, samples_BT, epoch, seed, order_BT, states_BIT=states_BIT)
 
 
 def collate(samples: Sequence[Sample], seed: int = 0, epoch: int = 0) -> Batch:

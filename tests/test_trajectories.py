@@ -1,0 +1,119 @@
+"""Jacobi states of known answers, all blocks at once, against one block at a time without a cache.
+
+Run: pytest tests/test_trajectories.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.data.encode import Sample
+from draftsmith.data.packing import make_batch
+from draftsmith.inference.speculate import generate
+from draftsmith.losses.probs import SamplingParams
+from draftsmith.models.pretrained import tiny_target
+from draftsmith.models.target import Target
+from draftsmith.models.trajectories import Walk, answer_blocks, first_states
+
+PROMPTS = ([5, 9, 2, 11, 40, 7], [17, 3, 8], [201, 44, 90, 12, 6, 31, 8, 9])
+
+
+@pytest.fixture(scope="module")
+def model() -> Target:
+    return tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280, dtype=torch.float64)
+
+
+def answered(model: Target, lengths: tuple[int, ...] = (21, 13, 30)) -> list[Sample]:
+    samples = []
+    for i, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True)):
+        (result,) = generate(model, [prompt], SamplingParams(max_new_tokens=length, ignore_eos=True))
+        ids = torch.tensor([*prompt, *result.ids])
+        samples.append(Sample(i, ids, torch.arange(len(ids)) >= len(prompt)))
+    return samples
+
+
+def naive(model: Target, before: Tensor, guesses: Tensor) -> list[Tensor]:
+    """States of one block until nothing changes, each from a pass over everything."""
+    states = [guesses]
+    while True:
+        ids = torch.cat([before, states[-1]])[None]
+        hidden = model.forward(ids, torch.arange(ids.shape[1])[None]).last_hidden_BTD[0]
+        said = model.head(hidden)[:, : model.facts.tokens].argmax(-1)
+        states.append(said[len(before) - 1 : -1])
+        if torch.equal(states[-1], states[-2]):
+            return states[:-1]
+
+
+@pytest.mark.parametrize("block", [1, 4, 8, 64])
+@pytest.mark.parametrize("start", ["prompt", "text", "last", "random"])
+def test_states_are_those_of_decoding(model: Target, block: int, start: str) -> None:
+    samples = answered(model)
+    batch = make_batch([samples[:2], samples[2:]], None, 7, 1)
+    blocks = answer_blocks(batch, block)
+    first_BT = first_states(blocks, start, tokens=model.facts.tokens)  # type: ignore[arg-type]
+    walk = Walk(model, blocks)
+    states_BIT, passes_BT = walk.to_the_end(first_BT)
+    assert torch.equal(walk.same_BT, batch.supervised_BT) and torch.equal(states_BIT[:, -1], batch.ids_BT)
+    checked, changed = 0, 0
+    for b, row in enumerate((samples[:2], samples[2:])):
+        at = 0
+        for sample in row:
+            prompt = int((~sample.supervised).sum())
+            for lo in range(prompt, len(sample), block):
+                span = slice(at + lo, at + min(lo + block, len(sample)))
+                wanted = naive(model, sample.ids[:lo], first_BT[b, span])
+                for i in range(len(states_BIT[b])):
+                    assert torch.equal(states_BIT[b, i, span], wanted[min(i, len(wanted) - 1)])
+                assert int(passes_BT[b, span.start]) == len(wanted) - 1
+                checked += 1
+                changed += len(wanted) > 2
+            at += len(sample)
+    assert checked >= 3 and (changed or block == 1)
+
+
+def test_an_answer_that_is_not_greedy_stays_out(model: Target) -> None:
+    samples = answered(model)
+    ids = samples[0].ids.clone()
+    ids[6 + 9] = (ids[6 + 9] + 1) % 280  # in the second of its blocks
+    batch = make_batch([[Sample(0, ids, samples[0].supervised)]], None, 0, 0)
+    blocks = answer_blocks(batch, 8)
+    walk = Walk(model, blocks)
+    assert walk.same_BT[0, 6:14].all() and not walk.same_BT[0, 14:22].any()
+    states_BIT, passes_BT = walk.to_the_end(first_states(blocks, "random", tokens=280))
+    assert (
+        torch.equal(states_BIT[0, :, 14:22], ids[14:22].expand(states_BIT.shape[1], -1)) and not passes_BT[0, 14].any()
+    )
+
+
+def test_blocks_begin_with_answers() -> None:
+    """Two answers in a document, a document that begins with an answer, padding."""
+    sup = torch.tensor([False, False, True, True, True, True, True, False, False, True, True, True])
+    one = Sample(0, torch.arange(12), sup)
+    two = Sample(1, torch.arange(4), torch.ones(4, dtype=torch.bool))
+    batch = make_batch([[one, two]], 18, 0, 0)
+    blocks = answer_blocks(batch, 2, 2)
+    none = -1
+    assert blocks.place_BT[0].tolist() == [none, none, 0, 1, 0, 1, 0, none, none, 0, 1, 0, none, 0, 1, 0, none, none]
+    assert blocks.unit_BT[0].tolist() == [0, 0, 2, 2, 4, 4, 6, 7, 7, 9, 9, 11, 12, 13, 13, 15, 16, 16]
+    assert blocks.text.block_BT[0].tolist() == [0, 0, 2, 2, 2, 2, 6, 7, 7, 9, 9, 9, 12, 13, 13, 13, 16, 16]
+
+
+@pytest.mark.parametrize("start", ["prompt", "text"])
+def test_first_guesses_come_from_before_and_do_not_depend_on_the_batch(start: str) -> None:
+    gen = torch.Generator().manual_seed(0)
+    samples = []
+    for i in range(6):
+        ids = torch.randint(1000 * i, 1000 * i + 900, (40,), generator=gen)
+        samples.append(Sample(i, ids, torch.arange(40) >= 10))
+    batch = make_batch([samples[:3], samples[3:]], 130, 3, 2)
+    blocks = answer_blocks(batch, 8)
+    first_BT = first_states(blocks, start)  # type: ignore[arg-type]
+    alone = make_batch([[samples[4]]], None, 3, 2)
+    assert torch.equal(first_states(answer_blocks(alone, 8), start)[0], first_BT[1, 40:80])  # type: ignore[arg-type]
+    for place in range(10, 40):
+        reach = 10 if start == "prompt" else 10 + (place - 10) // 8 * 8
+        assert int(first_BT[1, 40 + place]) in samples[4].ids[:reach].tolist()
+    other = first_states(answer_blocks(make_batch([[samples[4]]], None, 3, 3), 8), start)  # type: ignore[arg-type]
+    assert not torch.equal(other[0], first_BT[1, 40:80])
