@@ -7,10 +7,11 @@ A default is written once, here, with its source. Everything that can be refused
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..data.sources import DataConfig
+from .parse import flatten
 
 
 @dataclass(frozen=True)
@@ -283,18 +284,6 @@ def check_run(config: Any) -> None:
             f"data.max_length={config.data.max_length} does not fit batch.row_length={config.batch.row_length}: "
             "a packed row must hold the longest sample"
         )
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> plain value, over nested dataclasses or dicts, in order."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: getattr(value, f.name) for f in fields(value)}
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def differing(old: dict[str, Any], config: Any) -> list[str]:
