@@ -229,12 +229,14 @@ class TrainConfig:
     """`auto`: go on from the newest complete checkpoint of the run folder, if there is one; `never`: refuse such a folder."""
 
 
-# What may change between the launches of one run; everything else must be equal for a resume to mean anything.
+# What may change between the launches of one run; everything else must be equal for a resume to mean anything. A run's
+# settings may take exceptions (`FIXED`).
 FREE_ON_RESUME = (
     "budget",
     "save",
     "evaluate",
     "log",
+    "guard",
     "run",
     "resume",
     "processes",
@@ -292,10 +294,10 @@ def differing(old: dict[str, Any], config: Any) -> list[str]:
     def plain(value: Any) -> Any:
         return list(map(plain, value)) if isinstance(value, (list, tuple)) else value
 
-    before, after = flatten(old), flatten(asdict(config))
+    before, after, fixed = flatten(old), flatten(asdict(config)), getattr(config, "FIXED", ())
     lines = []
     for key in sorted(before.keys() | after.keys()):
-        if any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME):
+        if key not in fixed and any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME):
             continue
         if plain(before.get(key)) != plain(after.get(key)):
             lines.append(f"{key}: was {before.get(key)!r}, is {after.get(key)!r}")
