@@ -8,6 +8,7 @@ from typing import Any
 
 from ..configs.diffusion import DiffusionConfig
 from ..data.encode import Sample
+from ..data.sources import Conversation
 from ..inference.adapter_folder import save_adapters
 from ..inference.exporters.layout import RunFacts
 from ..models.adapters import Adapters
@@ -26,7 +27,7 @@ def refuse_without_order(samples: Sequence[Sample]) -> None:
 def denoiser_tuning(config: DiffusionConfig, module: Any, adapters: Adapters) -> Tuning:
     """The training of a denoiser: `module` under these settings. Its export is its adapters."""
 
-    def check(samples: Sequence[Sample]) -> None:
+    def check(talks: Sequence[Conversation], samples: Sequence[Sample]) -> None:
         if module.passes.objective.draw == "latest":
             refuse_without_order(samples)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from draftsmith.configs.consistency import ConsistencyRun, read_config
 from draftsmith.configs.parse import guarded
 from draftsmith.data.encode import Sample
+from draftsmith.data.sources import Conversation
 from draftsmith.inference.consistency_folder import save_consistency
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.models.adapters import Adapters
@@ -46,9 +47,9 @@ def build(config: ConsistencyRun, target: Target) -> Tuning:
     objective, adapters = config.objective, Adapters(config.adapters, target)
     module, decode = Consistency(objective, target, adapters), decoding_of(objective, adapters.mask_id)
 
-    def check(samples: Sequence[Sample]) -> None:
+    def check(talks: Sequence[Conversation], samples: Sequence[Sample]) -> None:
         if objective.states == "stored":
-            refuse_without_states(samples)
+            refuse_other_states(objective.block, talks, samples)
 
     def save(folder: Path, facts: RunFacts) -> Path:
         return save_consistency(folder, config.preset, asdict(objective), adapters, facts, decode)
@@ -68,12 +69,18 @@ def build(config: ConsistencyRun, target: Target) -> Tuning:
     )
 
 
-def refuse_without_states(samples: Sequence[Sample]) -> None:
-    """Raises ValueError when a sample has no stored trajectory."""
+def refuse_other_states(block: int, talks: Sequence[Conversation], samples: Sequence[Sample]) -> None:
+    """Raises ValueError when a sample has no stored trajectory, or one of other blocks than `block`."""
     if lacking := sum(s.states is None for s in samples):
         raise ValueError(
             f"{lacking} of {len(samples)} samples have no trajectories, which objective.states=stored shows: write them with "
-            "`draftsmith rollout --trajectories N` (N = objective.block), or set objective.states=online"
+            f"`draftsmith rollout --trajectories {block}`, or set objective.states=online"
+        )
+    sizes = {talk.jacobi.block for talk in talks if talk.jacobi is not None}
+    if other := sizes - {block}:
+        raise ValueError(
+            f"objective.block={block}, but there are trajectories of blocks of {', '.join(map(str, sorted(other)))}: train on "
+            f"those, or write others with `draftsmith rollout --trajectories {block}`"
         )
 
 

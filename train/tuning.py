@@ -17,6 +17,7 @@ from ..configs.runs import RunConfig
 from ..data.batch import TargetOut
 from ..data.encode import Sample, encode_all, prompt_ids
 from ..data.packing import collate
+from ..data.sources import Conversation
 from ..inference.exporters.layout import RunFacts
 from ..models.adapters import Adapters
 from ..models.target import Target
@@ -39,15 +40,15 @@ from .script import (
 class Tuning:
     """One training: `module` as the loop wants it, and what else it needs.
 
-    `config`: the settings, with what was loaded written into them. `check(samples)` raises ValueError for data that this
-    training cannot use. `save(folder, facts)` writes the export. `probe(prompts)`: a probe on held-out prompts (ids).
+    `config`: the settings, with what was loaded written into them. `check(conversations, samples)` raises ValueError
+    for data that this training cannot use. `save(folder, facts)` writes the export. `probe(prompts)`: a probe on held-out prompts (ids).
     `warning`: a line to be said before it begins.
     """
 
     config: RunConfig
     module: Any
     adapters: Adapters
-    check: Callable[[Sequence[Sample]], None]
+    check: Callable[[Sequence[Conversation], Sequence[Sample]], None]
     save: Callable[[Path, RunFacts], Path]
     probe: Callable[[list[list[int]]], Probe] | None = None
     judge: Judge = by_run_length
@@ -72,7 +73,7 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
-    tuning.check([*samples, *heldout_samples])
+    tuning.check([*train_talks, *heldout_talks], [*samples, *heldout_samples])
     say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
     mask_id = tuning.adapters.mask_id
     mask = "" if mask_id is None else f"; mask token {mask_id} ({config.adapters.mask})"
