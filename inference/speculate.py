@@ -32,9 +32,10 @@ class DecodeConfig:
     """How drafts are made and verified.
 
     Args:
-        k: depth of the draft, cut to what the drafter has; with `choices` their own depth counts.
+        k: depth of the draft, cut to what the drafter has; with `choices` their own depth counts, and with a drafter
+            that says its own (jacobi: the block) that.
         tree: a key of TREES (inference/README.md says what each is).
-        nodes: nodes of a tree that is no chain, at most.
+        nodes: nodes of a tree that is no chain, at most; of jacobi, those beside its chain.
         width: candidates per node, at most (opt and best_first take as many as there are nodes).
         choices: template of a static tree, for example [[0], [1], [0, 0]]; none = the default one.
         threshold: cut: a chain ends before the first token that the drafter is less sure of; opt: no deeper layer once
@@ -156,8 +157,21 @@ def refuse_rule(drafter: Any, decode: DecodeConfig, params: Sequence[SamplingPar
     """ValueError for a rule that does not fit requests decoded together, or what the drafter (or its class; None = no
     drafter) makes of them."""
     hot = any(p.temperature > 0 for p in params)
-    draws = hot and decode.draft_temperature != 0 and drafter is not None and not hasattr(drafter, "propose")
+    draws = hot and decode.draft_temperature != 0 and drafter is not None
+    draws = draws and (not hasattr(drafter, "propose") or getattr(drafter, "draws", False))
     verify.refuse_misfit(decode.verifier, decode.allow_lossy, hot, None if draws else False)
+
+
+def depth_of(drafter: Any, decode: DecodeConfig) -> int:
+    """Depth of its drafts: k, or what the settings of a proposer say (`own_depth`), which a k beside them must not
+    contradict: ValueError."""
+    own = getattr(drafter, "own_depth", None)
+    if own is not None and decode.k not in (DecodeConfig.k, own):
+        raise ValueError(
+            f"k={decode.k}: the drafts of {drafter.method} are as deep as its own settings say, here {own}: leave k out "
+            f"and set those (--drafter.{drafter.method}.block N)"
+        )
+    return decode.k if own is None else own
 
 
 def chain_width(drafter: Any, decode: DecodeConfig) -> int | None:
@@ -169,7 +183,7 @@ def chain_width(drafter: Any, decode: DecodeConfig) -> int | None:
     if not hasattr(drafter, "propose"):
         chain = Plan.make("chain", decode.k, 1, decode.k, None, None, 1)
         extra = chain.with_prompts(getattr(drafter, "prompts", None), decode.prompt_rows, 0, None).extra
-    return max(1 + decode.k + extra, rows_written(drafter))
+    return max(1 + depth_of(drafter, decode) + extra, rows_written(drafter))
 
 
 def rows_written(drafter: Any) -> int:
@@ -338,7 +352,9 @@ class _Batch:
         self.plan = None if drafter is None else plan_of(drafter, decode, facts.vocab, facts.tokens)
         chain = TREES[decode.tree].chain
         # Of drafters that propose:
-        self.budget = Budget(decode.k if chain else decode.nodes, decode.k, 1 if chain else decode.width)
+        depth = depth_of(drafter, decode)
+        beside = 0 if getattr(drafter, "own_depth", None) is None else depth
+        self.budget = Budget(depth if chain else decode.nodes + beside, depth, 1 if chain else decode.width)
         nodes, extra = self.budget.nodes, getattr(drafter, "extra_rows", 0)
         if self.plan is not None:
             nodes, extra = self.plan.nodes, self.plan.extra
@@ -459,7 +475,8 @@ class _Batch:
 
     def _draft(self) -> Tree:
         sampled = self.draft_params.hot and self._wants_rows()
-        draft = Draft(self.draft_params, self.ledger.at, sampled, self.seeds_B, self.rounds_B)
+        places = verify.places(self.decode.verifier, sampled) if self.draft_params.hot else "fixed"
+        draft = Draft(self.draft_params, self.ledger.at, sampled, self.seeds_B, self.rounds_B, places)
         if self.plan is None:
             self.state, tree = self.drafter.propose(self.state, self.commit, self.budget, self.params, draft)
             return tree

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -249,10 +249,26 @@ class Draft:
     sampled: bool  # siblings are drawn in rows with temperature > 0
     seeds_B: Tensor
     rounds_B: Tensor
+    places: Literal["fixed", "target", "kept", "new"] = "fixed"  # what `at_places` gives
 
     def uniforms(self, nodes_N: Tensor) -> Tensor:
         """[B, N] the drafting coins of nodes (j + 1 = node j)."""
         return rng.uniform(self.seeds_B[:, None], rng.DRAFT, 0, self.rounds_B[:, None], nodes_N)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether proposers that draw bring the rows q that they drew from."""
+        return self.places in ("kept", "new")
+
+    def at_places(self, positions_BN: Tensor) -> Tensor | None:
+        """[B, N] the uniforms of candidates for these positions (> 0), for proposers that draw. None: candidates are
+        fixed. By the rule: the target's own draw there (sample_match); a draft's, the same in every round (rules that go
+        token by token: what lies behind a rejection was not looked at); a new one in every round (rules by paths)."""
+        if self.places == "fixed":
+            return None
+        round_B1 = self.rounds_B[:, None] if self.places == "new" else 0
+        purpose = rng.TARGET if self.places == "target" else rng.DRAFT
+        return rng.uniform(self.seeds_B[:, None], purpose, positions_BN, round_B1)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -417,6 +418,16 @@ VERIFIERS = {
         settings=("entropy_tolerance",),
     ),
 }
+
+
+def places(name: str, rows: bool) -> Literal["fixed", "target", "kept", "new"]:
+    """How proposers that draw are to make candidates for this rule (`auto`: token by token); `rows`: theirs are wanted."""
+    rule = None if name == "auto" else VERIFIERS[name]
+    if rule is not None and rule.choose is choose_by_match:
+        return "target"
+    if not rows:
+        return "fixed"
+    return "new" if rule is not None and rule.choose is choose_by_paths else "kept"
 
 
 def resolve(name: str, tree: Tree, hot: bool, allow_lossy: bool) -> str:

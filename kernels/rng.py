@@ -19,6 +19,7 @@ ACCEPT = 2  # the coin of one drafted token
 RESIDUAL = 3  # the token after a rejection
 NOISE = 4  # training noise
 ORDER = 5  # the order of training samples in an epoch
+START = 6  # the first guess at a place (Jacobi decoding)
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

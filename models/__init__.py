@@ -22,6 +22,7 @@ from .eagle import Eagle
 from .eagle3 import Eagle3
 from .falcon import Falcon
 from .hydra import Hydra
+from .jacobi import Jacobi, JacobiConfig
 from .lookahead import Lookahead, LookaheadConfig
 from .medusa import Medusa
 from .ngram import Ngram, NgramConfig
@@ -51,6 +52,7 @@ TRAINING_FREE: dict[str, Any] = {
     "suffix": Suffix,
     "recycling": Recycling,
     "lookahead": Lookahead,
+    "jacobi": Jacobi,
 }
 
 
@@ -66,3 +68,5 @@ class FreeSettings:
     """Of `--model recycling`: a tree of the target's earlier top tokens."""
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     """Of `--model lookahead`: n-grams of a Jacobi window that runs beside the candidates."""
+    jacobi: JacobiConfig = field(default_factory=JacobiConfig)
+    """Of `--model jacobi`: a block of guesses, corrected all at once until they stay; decodes consistency models."""

@@ -232,8 +232,12 @@ class Proposer(Protocol):
     `Method(config, facts)`, then `bind(target)`. The tree keeps within `budget`, is a chain where its width is 1, and
     may be empty. Candidates without q depend on no coin, so the rule `target_only` keeps the target's distribution.
     `params`: the requests' own parameters; `rng`: what a builder knows of them (`inference/trees.py`, Draft). A row
-    whose commit holds nothing is done, and gets no candidates. `extra_rows`, where the tree brings extra rows along:
-    the most it brings.
+    whose commit holds nothing is done, and gets no candidates.
+
+    Optional: `extra_rows`, where the tree brings extra rows along: the most it brings. `own_depth`: levels of the tree,
+    where the drafter's settings say how many and not the runtime's `k` (`budget` then has so many levels; a chain takes
+    so many nodes, another tree the runtime's `nodes` beside them). `draws` True: where `rng.drawn`, candidates are drawn
+    with the uniforms `rng.at_places` from rows that come along as `Tree.q`.
     """
 
     method: str

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .drafter import Budget, Commit, ExtraOut, Prefill, TargetFacts
 from .layers import TargetHead, refuse_unbound
-from .lookup import Sketch, news, to_tree
+from .lookup import Pool, Sketch, collect, news, to_tree
 from .tree import Extra, Tree
 
 
@@ -51,27 +51,18 @@ class LookaheadConfig:
 
 @dataclass
 class Row:
-    """One request: the newest tokens (the anchor last), the window's levels, and the pool: first token -> what follows,
-    the newest last."""
+    """One request: the newest tokens (the anchor last), the window's levels, and the pool of n-grams."""
 
     tail: list[int] = field(default_factory=list)
     levels: list[list[int]] = field(default_factory=list)
-    pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-
-    def collect(self, gram: tuple[int, ...], guesses: int) -> None:
-        """Put an n-gram into the pool; of those with its first token the oldest goes when there are too many."""
-        known = self.pool.setdefault(gram[0], [])
-        if gram[1:] in known:
-            known.remove(gram[1:])
-        known.append(gram[1:])
-        del known[:-guesses]
+    pool: Pool = field(default_factory=dict)
 
     def move(self, predicted: list[int], config: LookaheadConfig, count: int) -> None:
         """One iteration: `predicted` follows on the top level, and the text has `count` more tokens."""
         levels = [*self.levels, predicted]
         if len(levels) == config.n:
             for gram in zip(*levels, strict=True):
-                self.collect(gram, config.guesses)
+                collect(self.pool, gram, config.guesses)
             levels, count = levels[1:], count - 1
         turn = count % config.window
         self.levels = [level[turn:] + level[:turn] for level in levels]
@@ -118,7 +109,7 @@ class Lookahead:
                 row.levels = [(tokens[-config.window :] * config.window)[-config.window :]]
                 if config.prompt:
                     for gram in zip(*(tokens[i:] for i in range(config.n)), strict=False):
-                        row.collect(gram, config.guesses)
+                        collect(row.pool, gram, config.guesses)
             elif predicted is not None:
                 row.move(predicted[b], config, len(tokens))
             row.tail = tokens[-1:]

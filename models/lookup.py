@@ -1,4 +1,5 @@
-"""Parts that the training-free drafters share: a row's new tokens, and the candidate tree of a row while it grows.
+"""Parts that the training-free drafters share: a row's new tokens, pools of n-grams, and the candidate tree of a row
+while it grows.
 
 Look-ups walk through lists on the host; what a step costs is a few microseconds per candidate, not a forward pass.
 Test: pytest tests/test_free.py
@@ -14,6 +15,8 @@ from torch import Tensor
 from .drafter import Budget, Commit
 from .tree import Tree
 
+Pool = dict[int, list[tuple[int, ...]]]  # first token -> what follows it, the newest last
+
 
 def news(commit: Commit, begun: Sequence[bool]) -> list[list[int]]:
     """The tokens of each row that a drafter has not seen, the anchor last; [] for a row that is done.
@@ -25,6 +28,15 @@ def news(commit: Commit, begun: Sequence[bool]) -> list[list[int]]:
         [*ids[int(seen) : count], anchor] if count else []
         for ids, count, anchor, seen in zip(commit.ids_BT.tolist(), counts, anchors, begun, strict=True)
     ]
+
+
+def collect(pool: Pool, gram: tuple[int, ...], most: int) -> None:
+    """Put an n-gram into a pool as its newest; of those with its first token the oldest goes when there are too many."""
+    known = pool.setdefault(gram[0], [])
+    if gram[1:] in known:
+        known.remove(gram[1:])
+    known.append(gram[1:])
+    del known[:-most]
 
 
 class Sketch:

@@ -32,7 +32,7 @@ from draftsmith.losses.probs import SamplingParams, probs
 from draftsmith.models import TRAINING_FREE, FreeSettings
 from draftsmith.models.drafter import Budget, Commit, Prefill, Verified
 from draftsmith.models.lookahead import LookaheadConfig, Row
-from draftsmith.models.lookup import Sketch, to_tree
+from draftsmith.models.lookup import Sketch, collect, to_tree
 from draftsmith.models.ngram import NgramConfig
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.recycling import RecyclingConfig, template
@@ -309,7 +309,7 @@ def test_lookahead_windows_move_with_the_text(count: int) -> None:
 def test_lookahead_keeps_the_newest_ngrams() -> None:
     row = Row()
     for gram in ((1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7), (2, 8, 9)):
-        row.collect(gram, 2)
+        collect(row.pool, gram, 2)
     assert row.pool == {1: [(2, 3), (6, 7)], 2: [(8, 9)]}
 
 
