@@ -79,7 +79,7 @@ def save_consistency(
     target, mask_id = adapters.target, adapters.mask_id
     refuse_place(folder)
     refuse_foreign_code(target)
-    decode = with_mask(decode, mask_id, method)
+    refuse_other_mask(decode, mask_id, method)
     state, untie = weights_of(adapters)
     refuse_non_finite(state, f"weights of {method}")
     report: dict[str, Any] = {} if adapters.config.kind == "full" else changes(base_state(target), state)
@@ -135,17 +135,13 @@ def weights_of(adapters: Adapters) -> tuple[dict[str, Tensor], bool]:
     return state, True
 
 
-def with_mask(decode: JacobiConfig, mask_id: int | None, method: str) -> JacobiConfig:
-    """The settings with the mask of the training, where blocks start from masks. ValueError where there is none, or
-    another one."""
-    if decode.start != "mask":
-        return decode
-    if mask_id is None or decode.mask_id not in (None, mask_id):
+def refuse_other_mask(decode: JacobiConfig, mask_id: int | None, method: str) -> None:
+    """ValueError for blocks that start from another token than the mask of the training, or where it had none."""
+    if decode.mask_id not in (None, mask_id):
         raise ValueError(
-            f"decode.start = mask, decode.mask_id = {decode.mask_id}: {method} was trained with "
+            f"decode.mask_id = {decode.mask_id}: {method} was trained with "
             f"{'no mask' if mask_id is None else f'mask {mask_id}'}; name another start"
         )
-    return replace(decode, mask_id=mask_id)
 
 
 def stored_consistency(name: str, revision: str | None = None) -> Stored | None:
@@ -174,14 +170,17 @@ def decode_of(stored: Stored, flags: JacobiConfig | None = None) -> JacobiConfig
     mask_id, vocab = ours["mask_id"], read_json(stored.folder / CONFIG).get("vocab_size", 0)
     if mask_id is not None and not (isinstance(mask_id, int) and 0 <= mask_id < vocab):
         raise ValueError(f"{name}: draftsmith.mask_id = {mask_id!r}: no id of {vocab}; export it again")
-    if decode.start == "mask" and decode.mask_id != mask_id:
+    if decode.mask_id not in (None, mask_id):
         raise ValueError(
             f"{name}: draftsmith.decode.mask_id = {decode.mask_id!r}, draftsmith.mask_id is {mask_id!r}; export it again"
         )
     plain, flags = JacobiConfig(), flags or JacobiConfig()
     said = {f.name: v for f in fields(flags) if (v := getattr(flags, f.name)) != getattr(plain, f.name)}
+    if said.get("start", "mask") != "mask":
+        said["mask_id"] = None
     chosen = replace(decode, **said)
-    return chosen if chosen == decode else with_mask(chosen, mask_id, name)
+    refuse_other_mask(chosen, mask_id, name)
+    return chosen
 
 
 def verify_consistency(stored: Stored) -> None:

@@ -48,9 +48,9 @@ TEXTS = torch.arange(48).reshape(2, 24) * 5 + 3
 CASES: list[tuple[Any, bool, Any, torch.dtype]] = [
     ("none", True, "lora", torch.float32),
     ("none", False, "full", torch.float32),
-    ("reserved", False, "lora", torch.float32),
+    ("reserved", False, "lora", torch.float64),
     ("trained", False, "lora", torch.float32),
-    ("trained", True, "lora", torch.float32),
+    ("trained", True, "lora", torch.float64),
     ("trained", True, "full", torch.float32),
     ("new", True, "lora", torch.float32),
     ("new", False, "lora", torch.float32),
@@ -77,7 +77,9 @@ def save(folder: Path, adapters: Adapters, **decode: Any) -> Path:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder, of a model with a trained mask row."""
-    return save(tmp_path_factory.mktemp("consistency") / "export", trained("trained", True), block=8, start="mask")
+    return save(
+        tmp_path_factory.mktemp("consistency") / "export", trained("trained", True), block=8, start="mask", mask_id=280
+    )
 
 
 @pytest.mark.parametrize(("mask", "tied", "kind", "dtype"), CASES, ids=lambda x: str(x).removeprefix("torch."))
@@ -96,7 +98,9 @@ def test_transformers_loads_what_the_adapters_compute(
     with torch.no_grad():
         found_STV = model(ids_ST).logits
     assert found_STV.shape[-1] == 300 + (mask == "new")
-    torch.testing.assert_close(found_STV[..., :300], wanted_STV, rtol=0, atol=1e-5)
+    largest = float(wanted_STV.abs().max())
+    atol = 1e-11 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found_STV[..., :300] / largest, wanted_STV / largest, rtol=0, atol=atol)
     assert model.config.tie_word_embeddings is (tied and mask in ("none", "reserved"))
     tokens = AutoTokenizer.from_pretrained(folder)
     assert len(tokens) == 280 and tokens.chat_template == target.tokenizer.chat_template and tokens.mask_token is None
@@ -124,7 +128,6 @@ def test_half_types_are_stored_as_they_were_trained_beside(tmp_path: Path) -> No
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert check_export(CheckConfig(str(folder))).difference < 1e-5
-    assert check_export(CheckConfig(str(folder), dtype="bfloat16")).agreeing >= 31
 
 
 def test_the_folder_says_what_it_is(exported: Path) -> None:
@@ -158,7 +161,7 @@ def test_the_folder_says_what_it_is(exported: Path) -> None:
 
 
 def test_a_new_mask_is_suppressed_where_transformers_generates(tmp_path: Path) -> None:
-    folder = save(tmp_path / "x", trained("new"), start="mask")
+    folder = save(tmp_path / "x", trained("new"), start="mask", mask_id=300)
     assert json.loads((folder / "generation_config.json").read_text())["suppress_tokens"] == [300]
     assert "id 300 is the mask's and no token" in (folder / "README.md").read_text()
     assert load_target(str(folder), dtype="float32").facts.tokens == 280  # so that it is never drawn here
@@ -179,7 +182,7 @@ def test_an_export_is_trained_on(exported: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path: Path) -> None:
     for adapters, decode, words in (
-        (trained("none"), {"start": "mask"}, "trained with no mask"),
+        (trained("none"), {"start": "mask", "mask_id": 5}, "trained with no mask"),
         (trained("trained"), {"start": "mask", "mask_id": 5}, "trained with mask 280"),
         (broken(trained("none")), {}, "NaN"),
     ):
