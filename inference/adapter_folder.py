@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from ..models.adapters import AdapterConfig, Adapters
 from ..models.denoiser import TargetDenoiser
 from ..models.diffusion import ObjectiveConfig
+from ..models.jacobi import JacobiConfig
 from ..models.target import Target
 from .card import render_card, scrub_values
 from .export import run_yaml
@@ -43,7 +44,7 @@ from .exporters.layout import FORMAT, RunFacts
 from .load import facts_of, refuse_path
 
 KIND, MERGED = "adapters", "merged"  # of `draftsmith.kind`
-Settings = TypeVar("Settings", ObjectiveConfig, AdapterConfig)
+Settings = TypeVar("Settings", ObjectiveConfig, AdapterConfig, JacobiConfig)
 
 
 @dataclass

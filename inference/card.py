@@ -126,7 +126,11 @@ def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
         "draft": draft,
         "recipe": yaml.safe_dump(run.get("config") or {}, sort_keys=False).strip(),
     }
-    if "kind" in ours:
+    template = "denoiser_card.md.j2" if "kind" in ours else "card.md.j2"
+    if ours.get("kind") == "consistency":
+        template = "consistency_card.md.j2"
+        facts["report"] = report
+    elif "kind" in ours:
         schema = SCHEMAS[ours["schema"]] if ours["kind"] == "merged" else None
         facts |= {
             "report": report,
@@ -151,7 +155,6 @@ def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"fact": _fact, "short": _short}
-    template = "denoiser_card.md.j2" if "kind" in ours else "card.md.j2"
     return scrub(environment.get_template(template).render(facts))
 
 

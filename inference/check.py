@@ -245,12 +245,15 @@ def run_check(cfg: CheckConfig) -> None:
 def check_export(cfg: CheckConfig) -> CheckResult:
     """Check one export and print the outcome. ValueError when the replay does not agree."""
     from ..models.target import load_target
+    from .consistency_folder import check_consistency, stored_consistency
     from .denoisers import check_denoiser, stored_denoiser  # which replay in their own way, with what stands here
 
     if cfg.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype {cfg.dtype!r}: use float32 or bfloat16")
     if (converted := stored_denoiser(cfg.export, cfg.revision)) is not None:
         return check_denoiser(cfg, converted)
+    if (model := stored_consistency(cfg.export, cfg.revision)) is not None:
+        return check_consistency(cfg, model)
     folder = resolve(cfg.export, cfg.revision)
     config = read_export_config(str(folder))
     stored = read_replay(folder)

@@ -51,11 +51,12 @@ MASKS = 16  # places of a replayed text that are shown at least, where its last 
 
 @dataclass(frozen=True)
 class Stored:
-    """A folder that holds a denoiser. `ours`: its facts; empty for layouts of other projects."""
+    """A folder that holds a denoiser, or a consistency model (consistency_folder.py). `ours`: its facts; empty for layouts
+    of other projects."""
 
     name: str
     folder: Path
-    kind: Literal["adapters", "merged", "layout"]
+    kind: Literal["adapters", "merged", "layout", "consistency"]
     ours: dict[str, Any]
 
     @property
@@ -88,13 +89,13 @@ def load_base(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Target:
-    """The autoregressive model that was converted: the one that the folder names, or `name`.
+    """The autoregressive model that was converted, or trained on: the one that the folder names, or `name`.
 
     Raises ValueError when it is not the model that the folder was made from.
     """
     base = stored.ours.get("target")
     if not isinstance(base, dict) or not isinstance(base.get("name"), str):
-        raise ValueError(f"{stored.name} names no model that it was converted from: there is none to compare with")
+        raise ValueError(f"{stored.name} names no model that it was made from: there is none to compare with")
     refuse_path(base, stored.name)
     revision = revision or (None if name else base.get("revision"))
     target = load_target(
@@ -134,6 +135,11 @@ def verify_denoiser(stored: Stored) -> None:
         merged_facts(stored)
     else:
         settings_of(ObjectiveConfig, stored.ours.get("objective"), f"{stored.name}: draftsmith.objective")
+    verify_weights(stored)
+
+
+def verify_weights(stored: Stored) -> None:
+    """One file of weights, the one that config.json describes, and finite. ValueError."""
     file = stored.folder / WEIGHTS
     if more := sorted(p.name for p in stored.folder.glob("*.safetensors") if p.name != WEIGHTS):
         raise ValueError(f"{stored.name} holds {', '.join(more)} beside {WEIGHTS}: no file of an export; remove it")

@@ -169,7 +169,7 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path,
         axes.axhline(100 * bound, color="#888888", linewidth=0.8, linestyle="--")
     if curves:
         axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_training(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, x: str, y: str) -> None:
@@ -179,10 +179,11 @@ def plot_training(series: Mapping[str, Sequence[tuple[float, float]]], path: Pat
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, marker="o", color=COLOURS[i % len(COLOURS)], label=safe_label(name))
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """The figure as a file of the kind that its name says (SVG without one); equal figures give equal SVG files."""
     import matplotlib
 
     path.parent.mkdir(parents=True, exist_ok=True)

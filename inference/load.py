@@ -17,7 +17,7 @@ import typing
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..models.target import Target
 
 PLAIN_MODEL = "lm:"
+CONSISTENCY: Final = "consistency"  # of `draftsmith.kind`
 PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 NEEDED = ("format", "method", "target", "config", "taps", "taps_convention", "train_length")
 SHARED_FACTS = ("width", "vocab", "tokens", "layers", "max_positions")  # must be the target's own, exactly
@@ -85,6 +86,11 @@ def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]
     ours = config.get("draftsmith")
     if isinstance(ours, dict) and ours.get("kind") in ("adapters", "merged"):
         raise ValueError(f"{name} holds a denoiser, a drafter is needed here; see `draftsmith generate --model {name}`")
+    if isinstance(ours, dict) and ours.get("kind") == CONSISTENCY:
+        raise ValueError(
+            f"{name} holds a consistency model, a target of its own, and a drafter is needed here; name it alone, as --model, or "
+            "as --target"
+        )
     if not isinstance(ours, dict):
         raise ValueError(
             f"{name} has no `draftsmith` key in config.json: not our export; "

@@ -27,28 +27,34 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from ..models.target import DTYPES, Target, load_target, quiet
+from ..models.target import DTYPES, Target, load_target
 from .adapter_folder import KIND, MERGED, Converted, adapter_facts, denoiser_of, load_adapters
 from .card import DECODE, render_card, scrub_values
 from .check import stored_positions
+from .checkpoint import (
+    CHANGES,
+    base_state,
+    changes,
+    logit_gap,
+    rebuilt,
+    refuse_foreign_code,
+    refuse_other_logits,
+    write_checkpoint,
+)
 from .decision_folder import lacking
 from .denoisers import facts_of_objective, in_float32, make_masked_replay, masked_logits
 from .export import run_yaml
 from .exporters import SCHEMAS
-from .exporters.draft_model import spelled
 from .exporters.folder import (
     CARD,
     CONFIG,
     REPLAY,
     RUN,
-    WEIGHTS,
     read_json,
     refuse_foreign_folder,
     refuse_non_finite,
     save_tensors,
-    sha256_of,
     write_folder,
 )
 from .exporters.layout import FORMAT, RunFacts
@@ -57,11 +63,6 @@ from .load import facts_of, resolve
 from .strategies import strategy_of
 
 Row = dict[str, Any]
-CHANGES = "merge.json"
-GENERATION = "generation_config.json"
-TOLERANCE = 1e-4  # of the largest logit, in float32: another order of sums
-# Of the base's JSON files: where it lay, and code that is not here.
-LEFT_OUT = ("name_or_path", "_name_or_path", "auto_map")
 
 
 @dataclass(frozen=True)
@@ -156,38 +157,20 @@ def merge(
     schema.refuse(target.facts, target.model.config.to_dict(), objective, mask_id)
     state = adapters.merged()
     refuse_non_finite(state, "merged weights")
-    plain = {n.replace(".base_layer.", "."): t for n, t in target.model.state_dict().items() if ".lora_" not in n}
-    report = changes(before or plain, state)
+    report = changes(before or base_state(target), state)
     tokenizer = with_mask_token(target.tokenizer, mask_id, schema.mask_token)
-    model = rebuilt(target, state, dtype)
-    fresh = Target(model, tokenizer, target.facts.name, target.facts.revision)
+    fresh = Target(rebuilt(target, state, dtype), tokenizer, target.facts.name, target.facts.revision)
     denoiser = denoiser_of(objective, fresh, mask_id)
     report["logits"] = compare(converted, denoiser)
-    if dtype == torch.float32 and not report["logits"]["difference"] <= TOLERANCE:
-        raise ValueError(
-            f"merged weights do not compute what the adapters do: logits differ by {report['logits']['difference']:.1e} of the "
-            f"largest (allowed {TOLERANCE:g}); use the adapters as they are, and report this"
-        )
+    refuse_other_logits(report["logits"], dtype)
     replay = make_masked_replay(in_float32(denoiser, objective))
     ours = merged_facts_of(converted, schema, decode or DECODE, source)
     report["adapters_sha256"] = ours.get("adapters_sha256")
     report |= {"base": target.facts.name, "base_fingerprint": target.facts.fingerprint}
     report |= {"schema": schema.name, "dtype": str(dtype).removeprefix("torch.")}
 
-    eos = list(target.facts.eos_ids)
-    said = schema.keys(objective, mask_id) | {"eos_token_id": eos[0] if len(eos) == 1 else eos or None}
-    said |= {"torch_dtype": report["dtype"]}
-
     def fill(place: Path) -> None:
-        with quiet():
-            model.save_pretrained(place, max_shard_size="1000GB")  # one file, which is what its hash speaks of
-            tokenizer.save_pretrained(place)
-        config, tokens = place / CONFIG, place / "tokenizer_config.json"
-        raw = read_json(config)
-        write_json(config, raw | spelled(raw) | said | {"draftsmith": ours | {"sha256": sha256_of(place / WEIGHTS)}})
-        write_json(tokens, read_json(tokens))
-        if (generation := getattr(target.model, "generation_config", None)) is not None:
-            (place / GENERATION).write_text(generation.to_json_string(), encoding="utf-8")
+        write_checkpoint(place, fresh, target, schema.keys(objective, mask_id), ours)
         (place / CHANGES).write_text(json.dumps(scrub_values(report), indent=1) + "\n", encoding="utf-8")
         save_tensors(place / REPLAY, replay)
         if source is not None and (source / RUN).is_file():
@@ -222,42 +205,12 @@ def merged_facts_of(converted: Converted, schema: Schema, decode: Row, source: P
     return ours
 
 
-def write_json(file: Path, facts: Row) -> None:
-    """A JSON file of the base's, without where it lay and without code that is not here."""
-    kept = {key: value for key, value in facts.items() if key not in LEFT_OUT}
-    file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def refuse_place(folder: Path) -> None:
     """ValueError where a merged model must not be written: over adapters (its own, say), or files that are no export."""
     refuse_foreign_folder(folder)
     ours = read_json(folder / CONFIG).get("draftsmith") if (folder / CONFIG).is_file() else None
     if isinstance(ours, dict) and ours.get("kind") == KIND:
         raise ValueError(f"{folder} holds adapters, which would be lost: name another folder for the merged model")
-
-
-def refuse_foreign_code(target: Target) -> None:
-    """ValueError for a base that runs by code of its own: exports hold none, so that what is written could not be read."""
-    for part in (target.model, target.tokenizer):
-        if type(part).__module__.startswith("transformers_modules"):
-            raise ValueError(
-                f"{target.facts.name} runs by code of its own ({type(part).__name__}), which is not written into exports; use "
-                "the adapters as they are"
-            )
-
-
-def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Row:
-    """Per changed tensor: the norm of the change over the tensor's own, the largest change of a number, rows added."""
-    tensors: dict[str, Row] = {}
-    for name, new in after.items():
-        old = before[name]
-        change = new[: len(old)].double() - old.double()
-        added = len(new) - len(old)
-        if added or bool(change.any()):
-            norm = float(old.double().norm())
-            row = {"relative": float(change.norm()) / norm if norm else None, "largest": float(change.abs().max())}
-            tensors[name] = row | ({"rows_added": added} if added else {})
-    return {"tensors": tensors, "unchanged": len(after) - len(tensors)}
 
 
 def compare(converted: Converted, denoiser: Any) -> Row:
@@ -268,23 +221,7 @@ def compare(converted: Converted, denoiser: Any) -> Row:
     before_RV, after_RV = masked_logits(own, ids_ST), masked_logits(denoiser, ids_ST)
     usable_V = ~own.never_V & before_RV.isfinite().all(0)
     before_RV, after_RV = before_RV[:, usable_V], after_RV[:, : len(usable_V)][:, usable_V]
-    gap, largest = float((before_RV - after_RV).abs().max()), float(before_RV.abs().max())
-    same = (before_RV.argmax(-1) == after_RV.argmax(-1)).float().mean()
-    return {"difference": gap / largest if largest else gap, "largest_logit": largest, "same_top": float(same)}
-
-
-def rebuilt(target: Target, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """The base's model with other weights, and as many rows of embedding and head as these have."""
-    config = copy.deepcopy(target.model.config)
-    (embed,) = (n for n, m in target.model.named_modules() if m is target.model.get_input_embeddings())
-    config.vocab_size = len(state[f"{embed}.weight"])
-    with quiet():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    stored = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
-    if lost := [name for name, t in stored.items() if not bool(t.isfinite().all())]:
-        raise ValueError(f"merged weights overflow in {dtype} ({', '.join(lost[:4])}): add --dtype bfloat16 or float32")
-    model.load_state_dict(stored)
-    return model.to(target.device).eval()
+    return logit_gap(before_RV, after_RV)
 
 
 def with_mask_token(tokenizer: Any, mask_id: int, text: str) -> Any:

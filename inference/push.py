@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .card import HUB_ID, leaks, write_card
+from .consistency_folder import stored_consistency, verify_consistency
 from .decision_folder import FOLDER, read_heads
 from .denoisers import stored_denoiser, verify_denoiser
 from .exporters.folder import CARD, CONFIG, REPLAY, REPORT, RUN, WEIGHTS
 from .load import read_export_config, verify_folder
 
 FILES = (CONFIG, WEIGHTS, CARD, RUN, REPLAY, REPORT, "report.html")
-MERGED_FILES = ("merge.json", "generation_config.json")  # of denoisers, beside FILES and their base's tokenizer:
+MERGED_FILES = ("merge.json", "generation_config.json")  # of whole models, beside FILES and their base's tokenizer:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 SETTINGS = "tokenizer_config.json"
@@ -70,6 +71,9 @@ def stage(export: Path, repo: str, folder: Path) -> list[Path]:
         if stored.kind == "adapters" and (export / FOLDER).is_dir():
             read_heads(export)
             files += tuple(f"{FOLDER}/{name}" for name in (CONFIG, WEIGHTS, RUN))
+    elif (model := stored_consistency(str(export))) is not None:
+        verify_consistency(model)
+        files += MERGED_FILES + TOKENIZER_FILES
     else:
         config = read_export_config(str(export))
         refuse_misleading_name(repo, config["draftsmith"]["method"])

@@ -45,8 +45,9 @@ class AdapterConfig:
     """Dropout before the adapters, in training (dParallel: 0)."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Last names of the projections that get an adapter; every one must occur (dParallel's list)."""
-    mask: Literal["reserved", "trained", "new"] = "trained"
-    """The mask token: an unused id as it is, an unused id with a trained embedding, or a new id behind the vocabulary."""
+    mask: Literal["none", "reserved", "trained", "new"] = "trained"
+    """The mask token: there is none, an unused id as it is, an unused id with a trained embedding, or a new id behind the
+    vocabulary."""
     mask_id: int | None = None
     """The unused id to take; null = the tokenizer's mask token, else the first unused one."""
 
@@ -59,10 +60,9 @@ class AdapterConfig:
             )
         if self.kind == "lora" and not self.targets:
             raise ValueError("adapters.targets is empty: name at least one projection, for example q_proj")
-        if self.mask == "new" and self.mask_id is not None:
-            raise ValueError(
-                f"adapters.mask_id = {self.mask_id} with mask=new, whose id follows the vocabulary; drop one"
-            )
+        if self.mask in ("new", "none") and self.mask_id is not None:
+            why = "whose id follows the vocabulary" if self.mask == "new" else "which names no token"
+            raise ValueError(f"adapters.mask_id = {self.mask_id} with mask={self.mask}, {why}; drop one")
 
 
 def coverage(target: Target, names: tuple[str, ...]) -> dict[str, list[str]]:
@@ -102,7 +102,8 @@ class Adapters:
     """The adapters of one target; made once per target, which they stay in.
 
     `trained`: a module with the trained tensors, named as in the target (without peft's adapter name), and `mask_row`
-    where the mask's embedding is trained. Raises ValueError for a target that has adapters already.
+    where the mask's embedding is trained. `mask_id`: None where no token stands for masks. Raises ValueError for a target
+    that has adapters already.
     """
 
     def __init__(self, config: AdapterConfig, target: Target, *, dual: bool = False) -> None:
@@ -139,7 +140,7 @@ class Adapters:
         else:
             named |= self._add_lora()
         self.mask_row: nn.Parameter | None = None
-        if config.mask != "reserved":
+        if config.mask in ("trained", "new"):
             with torch.no_grad():
                 ids = torch.arange(target.facts.tokens, device=target.device)
                 wide = torch.promote_types(target.dtype, torch.float32)
@@ -246,7 +247,9 @@ class Adapters:
                         state[f"{head_name}.{part}"] = torch.cat([value, value.new_zeros(extra, *value.shape[1:])])
         return state
 
-    def _choose_mask(self) -> int:
+    def _choose_mask(self) -> int | None:
+        if self.config.mask == "none":
+            return None
         if self.config.mask == "new":
             return self.target.facts.vocab
         return choose_mask_id(self.target, self.config.mask_id, "adapters")

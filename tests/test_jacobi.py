@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate
+from draftsmith.inference.speculate import DecodeConfig, Result, generate
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models.convergence import convergence
-from draftsmith.models.jacobi import Jacobi, JacobiConfig, start_uniforms
+from draftsmith.models.jacobi import Jacobi, JacobiConfig
 from draftsmith.models.pretrained import tiny_target
 
 CHAIN, TREE = DecodeConfig(), DecodeConfig(tree="static", nodes=10, width=3)
