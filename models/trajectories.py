@@ -90,6 +90,12 @@ def answer_blocks(batch: Batch, block: int, window: int = 1) -> Blocks:
     return Blocks(text, unit_BT, torch.where(inside_BT, since_BT % block, -1), answer_BT, document_BT)
 
 
+def from_first(flag_BT: Tensor, runs_BT: Tensor) -> Tensor:
+    """bool [B, T]: tokens of each run (`runs`) from its first flagged one on."""
+    count_BT = flag_BT.long().cumsum(1)
+    return count_BT > (count_BT - flag_BT.long()).gather(1, runs_BT)
+
+
 def first_states(
     blocks: Blocks, start: Start, *, tokens: int = 0, mask_id: int | None = None, stream: int = START
 ) -> Tensor:
@@ -163,9 +169,7 @@ class Walk:
     def open_BT(self, states_BT: Tensor) -> Tensor:
         """bool [B, T]: places of blocks from the first guess that is not the text's on."""
         differs_BT = (states_BT != self.blocks.text.ids_BT) & self.same_BT
-        count_BT = differs_BT.long().cumsum(1)
-        before_BT = (count_BT - differs_BT.long()).gather(1, self.blocks.unit_BT)
-        return self.same_BT & (count_BT > before_BT)
+        return self.same_BT & from_first(differs_BT, self.blocks.unit_BT)
 
     @torch.no_grad()
     def step(self, states_BT: Tensor) -> Tensor:
