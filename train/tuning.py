@@ -102,6 +102,7 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
         return code
     if accelerator.is_main_process:
         heldout, probe = (logged(folder, kind, best) for kind in ("heldout", "probe"))
+        module.eval()
         if best is not None:
             checkpoint.load_tensors(folder / f"checkpoints/step-{best:08d}", module)
         facts = run_facts(config, script, argv, samples, summary, heldout, probe or None, best)
