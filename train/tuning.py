@@ -80,6 +80,8 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
     say(f"{config.method}: {tuning.adapters.report}{mask}")
     if tuning.warning:
         say(f"warning: {tuning.warning}")
+    if tuning.probe and not heldout_samples:
+        say("warning: too few conversations to hold some out: nothing is measured, and any step may be the best one")
     if accelerator.is_main_process:
         write_run_file(folder, config, script, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
