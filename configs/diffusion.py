@@ -7,7 +7,7 @@ Tests: `pytest tests/test_convert_diffusion.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..data.sources import DataConfig
@@ -16,7 +16,7 @@ from ..models.block_diffusion import CertaintyConfig, ConversionConfig
 from ..models.diffusion import PRESETS, ObjectiveConfig
 from ..models.on_policy import OnPolicyConfig
 from ..models.quantize import Quantize, check_quantize
-from .parse import UsageError, keys_of, nearest, parse, read_recipe, split_tokens
+from .parse import UsageError, given_keys, keys_of, parse, preset_defaults
 from .training import (
     BatchConfig,
     BudgetConfig,
@@ -25,9 +25,7 @@ from .training import (
     OptimConfig,
     SaveConfig,
     TargetConfig,
-    TrainConfig,
     check_run,
-    flatten,
 )
 
 
@@ -83,19 +81,7 @@ class DiffusionConfig:
     """`auto`: go on from the newest complete checkpoint of the run folder, if there is one; `never`: refuse such a folder."""
 
 
-RunConfig = TrainConfig | DiffusionConfig  # what the loop and its parts take
 SECTION = {"block_diffusion": "conversion", "certainty": "certainty", "on_policy": "on_policy"}  # of one method alone
-
-
-def given_keys(argv: Sequence[str]) -> dict[str, Any]:
-    """Dotted key -> value of everything that recipes and command line say; the last one counts."""
-    plain = [a for a in argv if a not in ("--help", "-h", "--print_config", "--print-config")]
-    recipes, pairs = split_tokens(plain, (), keys_of(DiffusionConfig, {}))
-    said: dict[str, Any] = {}
-    for path in recipes:
-        recipe = read_recipe(path)
-        said |= flatten(recipe) if isinstance(recipe, dict) else {}
-    return said | dict(pairs)
 
 
 def read_config(argv: Sequence[str], prog: str, *methods: str) -> DiffusionConfig:
@@ -104,12 +90,8 @@ def read_config(argv: Sequence[str], prog: str, *methods: str) -> DiffusionConfi
 
     Raises UsageError or ValueError, one line, before any weights are loaded and with nothing written.
     """
-    said = given_keys(argv)
-    preset = said.get("preset", "fast_dllm_v2")
-    if preset not in PRESETS:
-        near = nearest(str(preset), list(PRESETS))
-        raise UsageError(f"unknown preset {preset!r}; nearest: {near!r} (known: {', '.join(PRESETS)})")
-    defaults = {f"objective.{f.name}": getattr(PRESETS[preset], f.name) for f in fields(ObjectiveConfig)}
+    said = given_keys(DiffusionConfig, argv)
+    defaults = preset_defaults(said, PRESETS, "fast_dllm_v2", "objective")
     defaults |= {"method": methods[0]}
     config = parse(
         DiffusionConfig,

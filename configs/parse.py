@@ -134,6 +134,41 @@ def split_tokens(
     return recipes, pairs
 
 
+def given_keys(spec: type, argv: Sequence[str]) -> dict[str, Any]:
+    """Dotted key -> value of everything that recipes and command line say; the last one counts."""
+    plain = [a for a in argv if a not in ("--help", "-h", "--print_config", "--print-config")]
+    recipes, pairs = split_tokens(plain, (), keys_of(spec, {}))
+    said: dict[str, Any] = {}
+    for path in recipes:
+        recipe = read_recipe(path)
+        said |= flatten(recipe) if isinstance(recipe, dict) else {}
+    return said | dict(pairs)
+
+
+def preset_defaults(said: Mapping[str, Any], presets: Mapping[str, Any], usual: str, section: str) -> dict[str, Any]:
+    """Dotted defaults of a section, those of the preset that was named (`preset`), or of the usual one.
+
+    Raises UsageError for a preset that is not in the table.
+    """
+    preset = said.get("preset", usual)
+    if preset not in presets:
+        near = nearest(str(preset), list(presets))
+        raise UsageError(f"unknown preset {preset!r}; nearest: {near!r} (known: {', '.join(presets)})")
+    return {f"{section}.{f.name}": getattr(presets[preset], f.name) for f in fields(presets[preset])}
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> plain value, over nested dataclasses or dicts, in order."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
 def listed(value: str, kind: Any) -> str:
     """`2,4` -> `[2,4]` where a sequence is wanted, so that lists need no brackets on a command line."""
     wants = any(typing.get_origin(k) in (tuple, list) for k in (kind, *typing.get_args(kind)))

@@ -7,10 +7,11 @@ A default is written once, here, with its source. Everything that can be refused
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..data.sources import DataConfig
+from .parse import flatten
 
 
 @dataclass(frozen=True)
@@ -228,12 +229,14 @@ class TrainConfig:
     """`auto`: go on from the newest complete checkpoint of the run folder, if there is one; `never`: refuse such a folder."""
 
 
-# What may change between the launches of one run; everything else must be equal for a resume to mean anything.
+# What may change between the launches of one run; everything else must be equal for a resume to mean anything. A run's
+# settings may take exceptions (`FIXED`).
 FREE_ON_RESUME = (
     "budget",
     "save",
     "evaluate",
     "log",
+    "guard",
     "run",
     "resume",
     "processes",
@@ -285,28 +288,16 @@ def check_run(config: Any) -> None:
         )
 
 
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> plain value, over nested dataclasses or dicts, in order."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: getattr(value, f.name) for f in fields(value)}
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
 def differing(old: dict[str, Any], config: Any) -> list[str]:
     """One line "key: was A, is B" for each setting that must not change between two launches of a run."""
 
     def plain(value: Any) -> Any:
         return list(map(plain, value)) if isinstance(value, (list, tuple)) else value
 
-    before, after = flatten(old), flatten(asdict(config))
+    before, after, fixed = flatten(old), flatten(asdict(config)), getattr(config, "FIXED", ())
     lines = []
     for key in sorted(before.keys() | after.keys()):
-        if any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME):
+        if key not in fixed and any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME):
             continue
         if plain(before.get(key)) != plain(after.get(key)):
             lines.append(f"{key}: was {before.get(key)!r}, is {after.get(key)!r}")

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .jacobi_states import unpack_states
 from .sources import Conversation
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -126,6 +127,7 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
     """
     messages = _until_last_answer(conv.messages)
     order: list[int] | None = None
+    states_In: Tensor | None = None
     if conv.answer_ids is not None and ids_belong(conv, tokenizer):
         ids, supervised, text = _tokens(messages[:-1], tokenizer, generation_prompt=True, truncated=False)
         answer = list(conv.answer_ids)
@@ -135,6 +137,12 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
         if conv.answer_order is not None:  # an end of turn that decoding did not give was decided with the last pass
             added = len(answer) - len(conv.answer_order)
             order = [-1] * len(ids) + conv.answer_order + [max(conv.answer_order)] * added
+        if conv.jacobi is not None:
+            if conv.jacobi.highest >= len(tokenizer):
+                raise Refused("Jacobi states hold ids that the tokenizer does not know")
+            states_Im = unpack_states(conv.jacobi)
+            states_In = torch.tensor(ids + answer).repeat(len(states_Im), 1)
+            states_In[:, len(ids) : len(ids) + states_Im.shape[1]] = states_Im
         ids, supervised = ids + answer, supervised + [True] * len(answer)
     else:
         ids, supervised, text = _tokens(messages, tokenizer, generation_prompt=False, truncated=conv.truncated)
@@ -145,9 +153,12 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
         raise Refused("every token is supervised")
     ids, supervised = ids[:max_length], supervised[:max_length]
     order_n = None if order is None else torch.tensor(order[:max_length])
+    states_In = None if states_In is None else states_In[:, :max_length].clone()
     if not any(supervised):
         raise Refused("no supervised token before max_length")
-    return Sample(sample_id, torch.tensor(ids), torch.tensor(supervised), conv.truncated, conv.category, order_n)
+    return Sample(
+        sample_id, torch.tensor(ids), torch.tensor(supervised), conv.truncated, conv.category, order_n, states_In
+    )
 
 
 def ids_belong(conv: Conversation, tokenizer: Any) -> bool:

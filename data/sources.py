@@ -1,13 +1,15 @@
 """Conversations from the places people keep them: the shipped set, JSONL files, and `datasets` names.
 
 Three record shapes are read: chat (`{"messages": [{"role", "content"}]}`), ShareGPT (`{"conversations": [{"from",
-"value"}]}`), and ours (chat plus `id, category, split, truncated, ids, order`; `draftsmith rollout` writes it).
+"value"}]}`), and ours (chat plus `id, category, split, truncated, ids, order, jacobi`; `draftsmith rollout` writes it).
+Several files, such as the parts that several machines answered, are named by their folder or a pattern.
 Nothing is dropped silently: a record that is neither shape is an error with its line number.
 Tested by `pytest tests/test_data.py`.
 """
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import json
@@ -18,6 +20,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from .jacobi_states import JacobiStates, parse_states
 
 SHIPPED = Path(__file__).parent / "shipped" / "smollm2.jsonl.xz"
 SUFFIXES = (".jsonl", ".xz", ".gz", ".json")
@@ -44,7 +48,8 @@ class DataConfig:
     """Where conversations come from and how long a sample may be."""
 
     source: str = "shipped"
-    """`shipped` (our prompts, answered by SmolLM2), a file (.jsonl, .jsonl.xz, .jsonl.gz), or a `datasets` name."""
+    """`shipped` (our prompts, answered by SmolLM2), a file (.jsonl, .jsonl.xz, .jsonl.gz), a folder of .jsonl files or a
+    pattern ("answers/part-*.jsonl"; read in sorted order, no id twice), or a `datasets` name."""
     format: Literal["auto", "messages", "sharegpt"] = "auto"
     """Record shape; `auto` looks at each record's keys."""
     split: str = "train"
@@ -81,7 +86,8 @@ class Conversation:
 
     `truncated`: the last answer was cut at a token limit. `answer_ids`: the last answer as the model generated it, one
     for one, with its end-of-turn token if the model gave one; None = tokenise its text. `answer_order`: per id, the
-    decoding pass in which a denoiser decided it; None = not stored.
+    decoding pass in which a denoiser decided it; None = not stored. `jacobi`: the last answer's Jacobi states (only with
+    ids); None = not stored.
     """
 
     id: str
@@ -91,23 +97,30 @@ class Conversation:
     truncated: bool = False
     answer_ids: list[int] | None = None
     answer_order: list[int] | None = None
+    jacobi: JacobiStates | None = None
 
 
 def load_conversations(cfg: DataConfig) -> list[Conversation]:
-    """Read `cfg.source`, in its own order. Ids are made unique (`#2`, ... is added to repeated ones).
+    """Read `cfg.source`, in its own order. Ids are made unique (`#2`, ... is added to repeated ones) within a file.
 
     Raises:
-        ValueError: no such source or split, a record of unknown shape, or nothing left.
+        ValueError: no such source or split, a record of unknown shape, an id twice in several files, or nothing left.
     """
     kept: list[Conversation] = []
     seen: Counter[str] = Counter()
     splits: set[str] = set()
-    for where, record in _records(cfg):
+    files = _files(cfg.source)
+    for where, record in _records(cfg, files):
         conv = parse_record(record, where, cfg.format)
         splits.add(conv.split)
         if (conv.split and conv.split != cfg.split) or (conv.truncated and not cfg.keep_truncated):
             continue
         seen[conv.id] += 1
+        if seen[conv.id] > 1 and len(files) > 1:
+            raise ValueError(
+                f"{where}: id {conv.id!r} was read before; files that are read together (data.source = {cfg.source!r}) must "
+                "not answer a conversation twice"
+            )
         if seen[conv.id] > 1:
             conv = replace(conv, id=f"{conv.id}#{seen[conv.id]}")
         kept.append(conv)
@@ -150,6 +163,7 @@ def parse_record(record: Any, where: str, shape: str = "auto") -> Conversation:
         truncated=bool(record.get("truncated", False)),
         answer_ids=ids,
         answer_order=order,
+        jacobi=None if record.get("jacobi") is None else parse_states(record["jacobi"], ids, where),
     )
 
 
@@ -187,14 +201,24 @@ def _open_text(path: Path) -> io.TextIOBase:
     return path.open(encoding="utf-8")
 
 
-def _records(cfg: DataConfig) -> Iterable[tuple[str, Any]]:
-    if cfg.source == "shipped":
-        return read_jsonl(SHIPPED)
-    path = Path(cfg.source).expanduser()
-    if path.suffix in SUFFIXES:
-        if not path.is_file():
-            raise ValueError(f"data.source = {cfg.source!r}: no such file")
-        return read_jsonl(path)
+def _files(source: str) -> list[Path]:
+    """The files that a source names, sorted; none for a `datasets` name, to which folders without .jsonl files count."""
+    if source == "shipped":
+        return [SHIPPED]
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")))
+    if path.suffix not in SUFFIXES or path.is_file():
+        return [path] if path.suffix in SUFFIXES else []
+    found = sorted(p for p in map(Path, glob.glob(str(path))) if p.is_file())
+    if not found:
+        raise ValueError(f"data.source = {source!r}: no such file")
+    return found
+
+
+def _records(cfg: DataConfig, files: list[Path]) -> Iterable[tuple[str, Any]]:
+    if files:
+        return (line for path in files for line in read_jsonl(path))
     from datasets import load_dataset
 
     try:

@@ -76,7 +76,7 @@ class ShardRecord:
 
 
 def data_fingerprint(samples: Iterable[Sample]) -> str:
-    """sha256 over ids and masks of the samples (and the order of decoding, where it is stored), in order."""
+    """sha256 over ids and masks of the samples (and the order of decoding and Jacobi states, where stored), in order."""
     digest = hashlib.sha256()
     for s in samples:
         digest.update(f"{s.sample_id}:{len(s)};".encode())
@@ -84,6 +84,8 @@ def data_fingerprint(samples: Iterable[Sample]) -> str:
         digest.update(s.supervised.numpy().tobytes())
         if s.order is not None:
             digest.update(s.order.to(torch.int32).numpy().tobytes())
+        if s.states is not None:
+            digest.update(s.states.to(torch.int32).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -56,7 +56,7 @@ class Converted:
 
     def denoiser(self) -> TargetDenoiser:
         """What the runtime decodes."""
-        return denoiser_of(self.objective, self.adapters.target, self.adapters.mask_id, self.adapters)
+        return denoiser_of(self.objective, self.adapters.target, self.adapters.needed_mask_id(), self.adapters)
 
 
 def denoiser_of(

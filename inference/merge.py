@@ -151,7 +151,7 @@ def merge(
     `dual` adapters, infinite values, and weights that do not compute what the adapters do.
     """
     folder, adapters, objective = Path(folder), converted.adapters, converted.objective
-    target, mask_id, dtype = adapters.target, adapters.mask_id, dtype or adapters.target.dtype
+    target, mask_id, dtype = adapters.target, adapters.needed_mask_id(), dtype or adapters.target.dtype
     refuse_place(folder)
     refuse_foreign_code(target)
     schema.refuse(target.facts, target.model.config.to_dict(), objective, mask_id)
@@ -185,7 +185,7 @@ def merge(
 
 def merged_facts_of(converted: Converted, schema: Schema, decode: Row, source: Path | None) -> Row:
     """What stands under `draftsmith` in a merged folder's config.json, but for the weights' hash."""
-    objective, mask_id = converted.objective, converted.adapters.mask_id
+    objective, mask_id = converted.objective, converted.adapters.needed_mask_id()
     ours: Row = {
         "format": FORMAT,
         "kind": MERGED,

@@ -14,34 +14,43 @@ With `--adapters` the target that they convert answers as a denoiser, by a strat
 
     draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --adapters runs/convert/export --order true
 
+With `--trajectories N` the Jacobi states of each conversation's last answer, in blocks of N tokens, are kept beside it for
+`train/distill_consistency.py` (trajectories.py); `--answers FILE` computes them for answers that are there already. Several
+machines share a source by `--part 1/8`, `--part 2/8`, ...; `data.source` names the folder of their files afterwards:
+
+    draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --trajectories 16
+    draftsmith rollout --answers shipped --out states/part-1.jsonl --trajectories 16 --part 1/8
+
 With `--endpoint` any OpenAI-compatible server answers; its texts are tokenised when they are read. Without, the ids are
-kept as they were generated. Tested by `pytest tests/test_rollout.py`.
+kept as they were generated. Tested by `pytest tests/test_rollout.py tests/test_collect_states.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections import Counter
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import httpx
 import torch
 from rich.console import Console
 
-from ..data.encode import Refused, prompt_ids, render
+from ..data.encode import render
 from ..data.sources import Conversation, DataConfig, load_conversations
 from ..data.states import write_atomically
 from ..losses.probs import SamplingParams
 from ..models.denoiser import Denoiser
 from ..models.target import Target, load_target
 from .adapter_folder import load_adapters
+from .answer_file import RolloutReport, check_settings, resume, write_line
 from .commit import Result
+from .converse import answering, converse, seed_of
 from .decision_folder import settings_of, strategy_beside
 from .diffuse import DiffuseConfig, diffuse
 from .endpoint import Answer, ask, json_of, request
@@ -49,6 +58,7 @@ from .load import resolve
 from .progress import progress_bar
 from .speculate import DecodeConfig, generate
 from .strategies import strategy_of
+from .trajectories import TrajectoryConfig, refuse_foreign, with_states
 
 INVENT = SamplingParams(temperature=0.9, max_new_tokens=100)  # of an invented prompt
 INVENT_WORDS = 4  # at least
@@ -92,6 +102,20 @@ class RolloutConfig:
     """Settings of the strategy, `name=value,...`, for example `threshold=0.8`."""
     order: bool = False
     """Store per token the pass in which a denoiser decided it."""
+    trajectories: int = 0
+    """Tokens of a block of the Jacobi states to store with each greedy answer (CLLM: 16); 0 = store none."""
+    start: Literal["prompt", "text", "last", "random"] = "prompt"
+    """First guesses of a block: drawn from the prompt (CLLM), from the text before the block, its last token, any id."""
+    augment: float = 0.0
+    """Chance that a wrong token of a stored state is replaced by the right one (CLLM's option: about 0.5)."""
+    drop_repeated: int = 10
+    """With trajectories, answers with one token so many times in a row are dropped and counted (CLLM: 10); 0 = none."""
+    answers: str | None = None
+    """Take the answers of this source (as `data.source`: a file, `shipped`, ...) instead of answering: for their
+    trajectories."""
+    part: str | None = None
+    """`2/8`: every eighth conversation, from the second on, so that several machines share a source; each has its own
+    `out`."""
     endpoint: str | None = None
     """Base URL of an OpenAI-compatible server (`http://127.0.0.1:8000/v1`) that answers instead."""
     model: str | None = None
@@ -116,6 +140,31 @@ class RolloutConfig:
             raise ValueError("adapters belong to a local target: leave them or the endpoint out")
         if self.adapters is None and (self.order or self.settings or self.strategy != "threshold"):
             raise ValueError("strategy, settings and order are a denoiser's: name its adapters (--adapters FOLDER)")
+        if self.states() is None:
+            named = {"start": "prompt", "augment": 0.0, "drop_repeated": 10, "answers": None}
+            if other := [name for name, usual in named.items() if getattr(self, name) != usual]:
+                raise ValueError(f"{other[0]} is about Jacobi states: name their block (--trajectories 16)")
+        elif self.temperature > 0:
+            raise ValueError(
+                f"temperature = {self.temperature}: Jacobi states lead to greedy answers; leave one of them out"
+            )
+        elif self.endpoint is not None:
+            raise ValueError(
+                "a server keeps no ids and runs no Jacobi pass: let it answer first, then compute the trajectories with the "
+                "model at hand (--answers FILE --target MODEL --trajectories N)"
+            )
+        elif self.adapters is not None:
+            raise ValueError(
+                "trajectories are of a target's own greedy answers, a denoiser gives others: leave adapters out"
+            )
+        if self.answers is not None and (self.invent or self.data.source != DataConfig.source):
+            raise ValueError("answers names the source itself: leave data.source and invent out")
+        if self.part is not None:
+            self._part()
+            if self.invent:
+                raise ValueError(
+                    "invent draws the same prompts on every machine: draw once, then name their file as data.source"
+                )
         strategy_of(self.strategy, settings_of(self.settings))
         if self.batch_rows < 1:
             raise ValueError(f"batch_rows = {self.batch_rows}: give a positive count")
@@ -127,24 +176,24 @@ class RolloutConfig:
         """The sampler of an answer, without its seed."""
         return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_new_tokens=self.max_new_tokens)
 
+    def states(self) -> TrajectoryConfig | None:
+        """The Jacobi states to store, None for none."""
+        if self.trajectories == 0:
+            return None
+        return TrajectoryConfig(self.trajectories, self.start, self.augment, self.drop_repeated)
 
-@dataclass
-class RolloutReport:
-    """Conversations by fate; `there` of the `answered` were in the file already, `truncated` are among them too."""
+    def conversations(self) -> list[Conversation]:
+        """What is answered, or whose answers are taken."""
+        source = self.data if self.answers is None else replace(self.data, source=self.answers)
+        k, n = self._part()
+        return load_conversations(source)[k - 1 :: n]
 
-    answered: int = 0
-    there: int = 0
-    truncated: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        failed = ", ".join(f"{n} ({reason})" for reason, n in self.failed.most_common()) or "0"
-        text = f"{self.answered} answered ({self.there} were there), {self.truncated} truncated, failed: {failed}"
-        return f"{text}; failed ones are tried again by the next run" if self.failed else text
-
-
-Answering = Callable[[list[Conversation]], list["Answer | str"]]
-"""Answers the last user turn of each conversation; a text is the reason why there is no answer."""
+    def _part(self) -> tuple[int, int]:
+        found = re.fullmatch(r"(\d+)/(\d+)", self.part or "1/1")
+        k, n = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not 1 <= k <= n:
+            raise ValueError(f"part = {self.part!r}: write the second of eight as 2/8")
+        return k, n
 
 
 def rollout(
@@ -155,19 +204,33 @@ def rollout(
     batch_rows: int = 8,
     seed: int = 0,
     progress: bool = True,
+    *,
+    states: TrajectoryConfig | None = None,
+    answers: str | None = None,
 ) -> RolloutReport:
-    """Answer with a local target, `batch_rows` conversations at a time.
+    """Answer with a local target, `batch_rows` conversations at a time; `states`: and compute their Jacobi states. `answers`:
+    name of the source whose answers are taken as they are.
 
     Raises:
-        ValueError: the file was written with another target or other settings, or nothing could be answered.
+        ValueError: the file was written with another target or other settings, nothing could be answered, or the answers
+            are not this target's greedy ones.
     """
     settings = {"target": target.facts.fingerprint, **asdict(params), "seed": seed}
+    if states is not None:
+        settings["trajectories"] = asdict(states)
+    if answers is not None:
+        settings = {k: settings[k] for k in ("target", "seed", "trajectories") if k in settings} | {"answers": answers}
 
     def run(prompts: list[list[int]], seeded: list[SamplingParams]) -> list[Result]:
         return generate(target, prompts, seeded, decode=DecodeConfig(max_rows=batch_rows))
 
     answer = answering(target, run, params, seed)
-    return _run(conversations, Path(out_path), settings, answer, batch_rows, 1, progress)
+
+    def talk(group: list[Conversation]) -> list[Conversation | str]:
+        talks = converse(group, answer) if answers is None else [*group]
+        return talks if states is None else with_states(target, talks, states, seed)
+
+    return _run(conversations, Path(out_path), settings, talk, batch_rows, 1, progress)
 
 
 def rollout_denoiser(
@@ -195,42 +258,8 @@ def rollout_denoiser(
         return diffuse(denoiser, prompts, seeded, decode)
 
     answer = answering(denoiser, run, params, seed, order)
-    return _run(conversations, Path(out_path), settings, answer, decode.max_rows, 1, progress)
-
-
-def answering(
-    model: Target | Denoiser,
-    run: Callable[[list[list[int]], list[SamplingParams]], list[Result]],
-    params: SamplingParams,
-    seed: int,
-    order: bool = False,
-) -> Answering:
-    """Answers of a local model, each by a seed of its own; `run` decodes prompts."""
-
-    def answer(asked: list[Conversation]) -> list[Answer | str]:
-        prompts: list[list[int]] = []
-        results: list[Answer | str] = ["" for _ in asked]
-        rows: list[int] = []
-        for i, conv in enumerate(asked):
-            try:
-                prompt = prompt_ids(conv.messages, model.tokenizer)
-            except Refused as reason:
-                results[i] = str(reason)
-                continue
-            if len(prompt) + params.max_new_tokens > model.facts.max_positions:
-                results[i] = "prompt and answer exceed the target's positions"
-                continue
-            prompts.append(prompt)
-            rows.append(i)
-        seeded = [replace(params, seed=_seed(seed, asked[i])) for i in rows]
-        found = run(prompts, seeded) if prompts else []
-        for i, result in zip(rows, found, strict=True):
-            text = model.tokenizer.decode(result.ids, skip_special_tokens=True)
-            kept = result.order if order else None
-            results[i] = Answer(text, result.stop_reason == "length", list(result.ids), order=kept)
-        return results
-
-    return answer
+    talk = partial(converse, answer=answer)
+    return _run(conversations, Path(out_path), settings, talk, decode.max_rows, 1, progress)
 
 
 def invent(
@@ -244,7 +273,7 @@ def invent(
         ValueError: the chat template renders no user turn as it is, the file holds other draws, or no draw was usable.
     """
     settings = {"target": target.facts.fingerprint, "invent": count, **asdict(INVENT), "seed": seed}
-    _check_settings(kept, json.loads(json.dumps(settings)))
+    check_settings(kept, json.loads(json.dumps(settings)))
     if not kept.exists():
         opening = _opening(target)
         texts: dict[str, str] = {}
@@ -252,7 +281,7 @@ def invent(
         with bar:
             for first in range(0, count, batch_rows):
                 ids = [f"invented-{seed}-{i:06d}" for i in range(first, min(first + batch_rows, count))]
-                drawn = [replace(INVENT, seed=_seed(seed, Conversation(i, []))) for i in ids]
+                drawn = [replace(INVENT, seed=seed_of(seed, Conversation(i, []))) for i in ids]
                 rows = generate(target, [opening] * len(ids), drawn, decode=DecodeConfig(max_rows=batch_rows))
                 for name, row in zip(ids, rows, strict=True):
                     text = target.tokenizer.decode(row.ids, skip_special_tokens=True).strip()
@@ -314,14 +343,15 @@ def rollout_endpoint(
         }
 
         def answer(asked: list[Conversation]) -> list[Answer | str]:
-            return [ask(client, base, {**body, "messages": c.messages, "seed": _seed(seed, c) >> 32}) for c in asked]
+            return [ask(client, base, {**body, "messages": c.messages, "seed": seed_of(seed, c) >> 32}) for c in asked]
 
-        return _run(conversations, Path(out_path), settings, answer, 1, in_flight, progress)
+        talk = partial(converse, answer=answer)
+        return _run(conversations, Path(out_path), settings, talk, 1, in_flight, progress)
 
 
 def run_rollout(cfg: RolloutConfig) -> None:
     """The command."""
-    conversations = [] if cfg.invent else load_conversations(cfg.data)
+    conversations = [] if cfg.invent else cfg.conversations()
     if cfg.endpoint is not None:
         if cfg.api_key_env is not None and not os.environ.get(cfg.api_key_env):
             raise ValueError(f"api_key_env = {cfg.api_key_env!r}: this environment variable is not set")
@@ -345,7 +375,11 @@ def run_rollout(cfg: RolloutConfig) -> None:
             kept = Path(cfg.out).with_suffix(".prompts.jsonl")
             conversations = invent(target, cfg.invent, kept, cfg.batch_rows, cfg.seed)
         if cfg.adapters is None:
-            report = rollout(target, conversations, cfg.out, cfg.params(), cfg.batch_rows, cfg.seed)
+            answers = None if cfg.answers is None else Path(cfg.answers).name
+            report = rollout(
+                target, conversations, cfg.out, cfg.params(), cfg.batch_rows, cfg.seed,
+                states=cfg.states(), answers=answers,
+            )  # fmt: skip
         else:
             adapters = str(resolve(cfg.adapters))
             denoiser = load_adapters(adapters, target).denoiser()
@@ -367,127 +401,29 @@ def _run(
     conversations: Sequence[Conversation],
     out: Path,
     settings: dict[str, Any],
-    answer: Answering,
+    talk: Callable[[list[Conversation]], list[Conversation | str]],
     rows: int,
     threads: int,
     progress: bool,
 ) -> RolloutReport:
-    """Answer what is not in the file yet, groups of `rows` at a time on so many threads, a line per conversation."""
-    _check_settings(out, json.loads(json.dumps(settings)))
+    """Let `talk` answer what is not in the file yet, `rows` at a time on so many threads, a line per conversation."""
+    check_settings(out, json.loads(json.dumps(settings)))
     report = RolloutReport()
-    done = _resume(out, report)
+    done = resume(out, report)
     todo = [c for c in conversations if c.id not in done]
     groups = [todo[i : i + rows] for i in range(0, len(todo), rows)]
     bar = progress_bar("answering", len(todo), progress and bool(todo), "conversations")
     with out.open("a", encoding="utf-8") as file, bar, ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(_converse, group, answer) for group in groups]
+        futures = [pool.submit(talk, group) for group in groups]
         try:
             for future in as_completed(futures):
                 for conv in future.result():
-                    _write(conv, file, report)
+                    write_line(conv, file, report)
                     bar(1)
+                refuse_foreign(report)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if conversations and not report.answered:
         raise ValueError(f"no conversation could be answered: {report}")
     return report
-
-
-def _converse(group: list[Conversation], answer: Answering) -> list[Conversation | str]:
-    """Answer every user turn of each conversation in order. A turn without an answer ends its conversation before it;
-    a truncated one ends it there. Without any answer the reason is returned."""
-    asks = [_asks(c) for c in group]
-    talks = [replace(c, messages=[], truncated=False, answer_ids=None, answer_order=None) for c in group]
-    reasons = ["nothing to answer"] * len(group)
-    running = [i for i, turns in enumerate(asks) if turns]
-    turn = 0
-    while running:
-        asked = [replace(talks[i], messages=[*talks[i].messages, *asks[i][turn]]) for i in running]
-        for i, before, got in zip(list(running), asked, answer(asked), strict=True):
-            if isinstance(got, str) or not got.text.strip():
-                reasons[i] = got if isinstance(got, str) else "empty answer"
-                running.remove(i)
-                continue
-            message = {"role": "assistant", "content": got.text}
-            if got.reasoning:
-                message["reasoning_content"] = got.reasoning
-            messages = [*before.messages, message]
-            talks[i] = replace(talks[i], messages=messages, truncated=got.truncated, answer_ids=got.ids)
-            talks[i] = replace(talks[i], answer_order=got.order)
-            if got.truncated or turn + 1 == len(asks[i]):
-                running.remove(i)
-        turn += 1
-    return [talk if talk.messages else reason for talk, reason in zip(talks, reasons, strict=True)]
-
-
-def _asks(conv: Conversation) -> list[list[dict[str, Any]]]:
-    """What is said before each answer; none for conversations with tools, whose results fit the source's calls only."""
-    if any(m["role"] == "tool" or m.get("tool_calls") for m in conv.messages):
-        return []
-    turns: list[list[dict[str, Any]]] = []
-    said: list[dict[str, Any]] = []
-    for message in [*conv.messages, {"role": "assistant"}]:
-        if message["role"] != "assistant":
-            said.append(message)
-        elif any(m["role"] == "user" for m in said):
-            turns.append(said)
-            said = []
-    return turns
-
-
-def _seed(seed: int, conv: Conversation) -> int:
-    """Of 63 bits, from the run's seed, the conversation's id and the number of its turns so far."""
-    key = f"{seed}:{conv.id}:{len(conv.messages)}".encode()
-    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
-
-
-def _write(conv: Conversation | str, file: TextIO, report: RolloutReport) -> None:
-    if isinstance(conv, str):
-        report.failed[conv] += 1
-        return
-    record: dict[str, Any] = {"id": conv.id, "category": conv.category, "split": conv.split}
-    record |= {"messages": conv.messages, "truncated": conv.truncated}
-    if conv.answer_ids is not None:
-        record["ids"] = conv.answer_ids
-    if conv.answer_order is not None:
-        record["order"] = conv.answer_order
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    file.flush()
-    report.answered += 1
-    report.truncated += conv.truncated
-
-
-def _check_settings(out: Path, settings: dict[str, Any]) -> None:
-    """Answers of two settings never mix in one file: they stand beside it, and the first that differs is named."""
-    beside = out.with_name(out.name + ".settings.json")
-    if out.exists() and out.stat().st_size:
-        try:
-            found = json.loads(beside.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            raise ValueError(
-                f"{out.name} exists, but {beside.name} does not say how it was made; choose another file"
-            ) from None
-        for name in sorted(found.keys() | settings.keys()):
-            if found.get(name) != settings.get(name):
-                raise ValueError(
-                    f"{out.name} was made with {name} = {found.get(name)!r}, this run has {settings.get(name)!r}; "
-                    "choose another file"
-                )
-    write_atomically(beside, lambda path: path.write_text(json.dumps(settings), encoding="utf-8"))
-
-
-def _resume(out: Path, report: RolloutReport) -> set[str]:
-    """Ids of the whole lines; what a killed run left behind them is cut off."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not out.exists():
-        return set()
-    content = out.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with out.open("rb+") as file:
-            file.truncate(whole)
-    records = [json.loads(line) for line in content[:whole].splitlines() if line.strip()]
-    report.answered = report.there = len(records)
-    report.truncated = sum(bool(r["truncated"]) for r in records)
-    return {r["id"] for r in records}

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[Tensor], Tensor]
+Plain = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 
 @dataclass
@@ -55,43 +56,58 @@ def plain_rows(
     return ce_R, entropy_R, top.indices, top.values.exp()
 
 
-class _Rows(torch.autograd.Function):
-    """`plain_rows` in chunks, for a head without gradients of its own."""
+class _Chunked(torch.autograd.Function):
+    """`plain` in chunks of rows, for a head without gradients of its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_RD: Tensor,
-        head: Head,
-        label_R: Tensor,
-        temperature: float | None,
-        teacher_RD: Tensor | None,
-        chunk: int,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden_RD: Tensor, plain: Plain, graded: int, chunk: int) -> tuple[Tensor, ...]:
         need = hidden_RD.requires_grad
         parts, slopes = [], []
         for lo in range(0, len(hidden_RD), chunk):
             span = slice(lo, lo + chunk)
-            teacher_rD = None if teacher_RD is None else teacher_RD[span]
             with torch.set_grad_enabled(need):
                 own_rD = hidden_RD[span].detach().requires_grad_(need)
-                part = plain_rows(head, own_rD, label_R[span], temperature, teacher_rD)
+                part = plain(own_rD, span)
                 if need:
-                    both = temperature is not None
-                    (by_ce_rD,) = torch.autograd.grad(part[0].sum(), own_rD, retain_graph=both)
-                    slopes.append((by_ce_rD, *(torch.autograd.grad(part[1].sum(), own_rD) if both else ())))
+                    slopes.append(
+                        [
+                            torch.autograd.grad(part[i].sum(), own_rD, retain_graph=i + 1 < graded)[0]
+                            for i in range(graded)
+                        ]
+                    )
             parts.append([x.detach() for x in part])
         out = tuple(torch.cat(field) for field in zip(*parts, strict=True))
         ctx.slopes = [torch.cat(slope) for slope in zip(*slopes, strict=True)]
-        ctx.mark_non_differentiable(*out[2:])
+        ctx.mark_non_differentiable(*out[graded:])
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        by_R = [grad[:, None] for grad in grads[:2]]
-        total_RD = sum(slope_RD * by.to(slope_RD.dtype) for slope_RD, by in zip(ctx.slopes, by_R, strict=False))
-        return total_RD if isinstance(total_RD, Tensor) else None, None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        by_R = [grad[:, None] for grad in grads[: len(ctx.slopes)]]
+        total_RD = sum(slope_RD * by.to(slope_RD.dtype) for slope_RD, by in zip(ctx.slopes, by_R, strict=True))
+        return total_RD if isinstance(total_RD, Tensor) else None, None, None, None
+
+
+def in_chunks(
+    plain: Plain, hidden_RD: Tensor, graded: int, *, vocab: int, head_learns: bool, chunk: int | None = None
+) -> tuple[Tensor, ...]:
+    """`plain(hidden_rD, span)` over spans of the R > 0 rows, its outputs [r] joined; the first `graded` carry gradients.
+
+    `plain` makes logits [r, vocab] of the rows in `span`; `chunk` rows at a time, default: what 2**22 logits hold.
+    """
+    chunk = chunk or max(8, 2**22 // vocab)
+    if not head_learns:
+        return tuple(_Chunked.apply(hidden_RD, plain, graded, chunk))
+    spans = [slice(lo, lo + chunk) for lo in range(0, len(hidden_RD), chunk)]
+    parts = [checkpoint(plain, hidden_RD[span], span, use_reentrant=False) for span in spans]
+    return tuple(torch.cat(field) for field in zip(*parts, strict=True))
+
+
+@torch.no_grad()
+def width_of(head: Head, hidden_RD: Tensor) -> int:
+    """How many logits a row has."""
+    return int(head(hidden_RD[:1]).shape[-1])
 
 
 def head_rows(
@@ -110,18 +126,17 @@ def head_rows(
     `teacher_RD`, a teacher's states of the same rows, labels are what `head` makes of those (no gradients). `chunk` rows at a time; default: what 2**22 logits hold. Equal to `plain_rows` (tests: float64, values and gradients).
     """
     if not len(hidden_RD):
-        wide = torch.promote_types(hidden_RD.dtype, torch.float32)
-        zero_R = hidden_RD.to(wide).sum(-1)
+        zero_R = no_rows(hidden_RD)
         return HeadRows(zero_R, zero_R.clone(), label_R.clone(), zero_R.detach())
-    if chunk is None:
-        with torch.no_grad():
-            chunk = max(8, 2**22 // head(hidden_RD[:1]).shape[-1])
-    if not head_learns:
-        return HeadRows(*_Rows.apply(hidden_RD, head, label_R, temperature, teacher_RD, chunk))
-    spans = [slice(lo, lo + chunk) for lo in range(0, len(hidden_RD), chunk)]
-    teachers = [None if teacher_RD is None else teacher_RD[span] for span in spans]
-    parts = [
-        checkpoint(plain_rows, head, hidden_RD[span], label_R[span], temperature, teacher_rD, use_reentrant=False)
-        for span, teacher_rD in zip(spans, teachers, strict=True)
-    ]
-    return HeadRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
+
+    def plain(hidden_rD: Tensor, span: slice) -> tuple[Tensor, ...]:
+        teacher_rD = None if teacher_RD is None else teacher_RD[span]
+        return plain_rows(head, hidden_rD, label_R[span], temperature, teacher_rD)
+
+    graded, vocab = 1 if temperature is None else 2, width_of(head, hidden_RD)
+    return HeadRows(*in_chunks(plain, hidden_RD, graded, vocab=vocab, head_learns=head_learns, chunk=chunk))
+
+
+def no_rows(hidden_RD: Tensor) -> Tensor:
+    """[0] values of no rows, fp32 at least, in the graph of their states."""
+    return hidden_RD.to(torch.promote_types(hidden_RD.dtype, torch.float32)).sum(-1)

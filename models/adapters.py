@@ -160,6 +160,15 @@ class Adapters:
         """Trained numbers."""
         return sum(p.numel() for p in self.trained.parameters())
 
+    def needed_mask_id(self) -> int:
+        """The mask token. Raises ValueError where there is none."""
+        if self.mask_id is None:
+            raise ValueError(
+                "adapters.mask = none: these adapters know no mask token, and nothing can be hidden from them; train with "
+                "adapters.mask=trained"
+            )
+        return self.mask_id
+
     @contextmanager
     def view(self, name: View) -> Iterator[None]:
         """While open, passes of the target run with (noisy) or without (clean) adapters. Views may be nested.
@@ -232,9 +241,10 @@ class Adapters:
         if self.mask_row is not None:
             scale = float(getattr(self.embedding, "embed_scale", 1.0))  # families that scale what they look up
             (embed,) = (n for n, module in self.target.model.named_modules() if module is self.embedding)
+            mask_id = self.needed_mask_id()
             row_1D = (self.mask_row / scale)[None].to(self.target.dtype)
             old_VD = state[f"{embed}.weight"]
-            new_VD = torch.cat([old_VD[: self.mask_id], row_1D, old_VD[self.mask_id + 1 :]])
+            new_VD = torch.cat([old_VD[:mask_id], row_1D, old_VD[mask_id + 1 :]])
             head = self.target.model.get_output_embeddings()
             (head_name,) = (n for n, module in self.target.model.named_modules() if module is head)
             state[f"{embed}.weight"] = new_VD

@@ -123,13 +123,14 @@ class Passes:
         if objective.padding == "train" and not target.facts.eos_ids:
             raise ValueError(f"objective.padding = train: {target.facts.name} has no end token to fill blocks with")
         self.objective, self.target, self.adapters = objective, target, adapters
+        self.mask_id = adapters.needed_mask_id()
         eos = getattr(target.tokenizer, "eos_token_id", None)
         self.fill_id = eos if eos in target.facts.eos_ids else next(iter(target.facts.eos_ids), 0)
 
     def rows(self, batch: Batch) -> tuple[Text, Rows]:
         """The batch's text in blocks, and its noisy rows: functions of the data and seeded noise alone."""
         text = cut(batch, self.objective, self.fill_id, self.target.facts.eos_ids)
-        return text, make_rows(text, corrupt(text, self.objective), self.objective, self.adapters.mask_id)
+        return text, make_rows(text, corrupt(text, self.objective), self.objective, self.mask_id)
 
     def run(self, text: Text, rows: Rows) -> tuple[Tensor | None, Tensor]:
         """Last hidden states of the clean copy and of the noisy rows."""

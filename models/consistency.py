@@ -30,18 +30,26 @@ Run: train/distill_consistency.py. Test: pytest tests/test_consistency.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ..losses.fused_divergence import Compared, compare
 from ..losses.objective import parse_objective
 from .adapters import AdapterConfig, Adapters
+from .block_diffusion import ar_rows
+from .diffusion import Rows, clean_entries, dense_mask, hidden_states, make_rows
 from .drafter import Batch, TargetOut, Terms
+from .noise import Copy, Text, draw, runs, total
+from .on_policy import likeliest
 from .settings import check_choices
 from .target import Target
-from .trajectories import Start
+from .trajectories import SIGHT, Blocks, Start, Walk, answer_blocks, first_states, from_first
 
+STATE, SLOTS = 49, 50  # streams of `draw`
 HARD = ("data", "critic")  # labels that are tokens
 
 
@@ -166,8 +174,23 @@ PRESETS: dict[str, ConsistencyConfig] = {
 }  # fmt: skip
 
 
+@dataclass
+class Shown:
+    """What the noisy blocks of a batch show. All [B, T]."""
+
+    blocks: Blocks
+    state_BT: Tensor  # int64, what noisy rows read
+    next_BT: Tensor | None  # int64, the state after it (labels=local)
+    after_BT: Tensor  # bool, rows from their block's first wrong guess on
+    loss_BT: Tensor  # bool, rows with a loss
+
+
 class Consistency(nn.Module):
-    """Terms `consistency`, and `ar` where it has a weight. Adapters outside, as in models/block_diffusion.py."""
+    """Terms `consistency`, and `ar` where it has a weight. A module as the training loop wants it (models/drafter.py) around a
+    target with adapters, which stays outside, as in models/block_diffusion.py.
+
+    Raises ValueError when settings, adapters and target do not fit.
+    """
 
     method = "consistency"
 
@@ -183,10 +206,218 @@ class Consistency(nn.Module):
         self.adapters.train(mode)
         return super().train(mode)
 
-    def rewrite(self, batch: Batch, progress: float) -> Batch: ...
+    # What blocks show
 
-    def denominators(self, batch: Batch, progress: float) -> dict[str, float]: ...
+    def blocks(self, batch: Batch) -> Blocks:
+        """The batch in blocks. With labels=critic the places behind a block's drawn number of slots are a stretch of their
+        own, without a loss."""
+        config = self.config
+        blocks = answer_blocks(batch, config.block, config.window)
+        if config.labels == "critic":
+            slots_BT = 1 + (draw_per_block(blocks, SLOTS) * config.block).long()
+            beyond_BT = (blocks.place_BT >= slots_BT).long()
+            blocks.text.block_BT = runs(blocks.text.block_BT, beyond_BT)
+        return blocks
 
-    def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms: ...
+    def first_states(self, blocks: Blocks) -> Tensor:
+        """int64 [B, T], see models/trajectories.py."""
+        tokens, mask_id = self.target.facts.tokens, self.adapters.mask_id
+        return first_states(blocks, self.config.start, tokens=tokens, mask_id=mask_id)
 
-    forward: Any = loss
+    @torch.no_grad()
+    def rewrite(self, batch: Batch, progress: float) -> Batch:
+        """With states=online the batch with `guess_BT` [B, T]: what each block shows, states of the model as it is now,
+        without dropout. Blocks whose text is not what the model says keep their first guesses."""
+        if self.config.states != "online":
+            return batch
+        dropping = self.adapters.training
+        self.adapters.train(False)
+        blocks = self.blocks(batch)
+        walk = Walk(self.target, blocks, lambda: self.adapters.view("noisy"))
+        states = [self.first_states(blocks)]
+        for _ in range(self.config.passes):
+            states.append(walk.step(states[-1]))
+        self.adapters.train(dropping)
+        state_BT, _ = self.choose(blocks, torch.stack(states, dim=1))
+        return replace(batch, guess_BT=state_BT)
+
+    def choose(self, blocks: Blocks, states_BIT: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [B, T] twice: of states [B, I, T] the one that each block shows, and the one after it."""
+        wrong_BIT = ((states_BIT != blocks.text.ids_BT[:, None]) & blocks.inside_BT[:, None]).long()
+        unit_BIT = blocks.unit_BT[:, None].expand_as(states_BIT)
+        wrong_BIT = torch.zeros_like(states_BIT).scatter_add(2, unit_BIT, wrong_BIT).gather(2, unit_BIT)
+        if self.config.schedule == "progressive":
+            # |wrong / size - wanted / window|, in whole numbers; of two equally near states the earlier one.
+            size_BT = total(blocks.inside_BT.long(), blocks.unit_BT)
+            wanted_BT = 1 + (blocks.unit_BT - blocks.text.block_BT) // self.config.block
+            far_BIT = (wrong_BIT * self.config.window - (wanted_BT * size_BT)[:, None]).abs()
+            index_BT = (far_BIT == far_BIT.amin(1, keepdim=True)).int().argmax(1)
+        else:
+            count_BT = (wrong_BIT > 0).sum(1)
+            index_BT = (draw_per_block(blocks, STATE) * count_BT).long()
+        next_BT = (index_BT + 1).clamp(max=states_BIT.shape[1] - 1)
+        return states_BIT.gather(1, index_BT[:, None])[:, 0], states_BIT.gather(1, next_BT[:, None])[:, 0]
+
+    def stored(self, batch: Batch, blocks: Blocks) -> Tensor:
+        """The states [B, I, T] that came with the batch.
+
+        Raises ValueError where there are none, or they are no states of blocks of this size: after i passes the first i
+        places are settled.
+        """
+        states_BIT = batch.states_BIT
+        if states_BIT is None:
+            raise ValueError(
+                "consistency.states = stored, and these samples came without states: collect them with `draftsmith rollout "
+                "--trajectories`, or set consistency.states=online"
+            )
+        passes_I = torch.arange(states_BIT.shape[1], device=states_BIT.device)
+        early_BIT = blocks.inside_BT[:, None] & (blocks.place_BT[:, None] < passes_I[:, None])
+        if bool((early_BIT & (states_BIT != batch.ids_BT[:, None])).any()):
+            raise ValueError(
+                f"consistency.block = {self.config.block}: the stored states are not of such blocks; set the block that they "
+                "were collected with, or collect them anew"
+            )
+        return states_BIT
+
+    def shown(self, batch: Batch, known: bool = True) -> Shown:
+        """What blocks show and which rows have a loss: of the data and seeded noise alone, but with states=online, where
+        `known` false counts every row that may have one."""
+        config, blocks = self.config, self.blocks(batch)
+        next_BT = None
+        if config.states == "online":
+            state_BT = batch.ids_BT if batch.guess_BT is None else batch.guess_BT
+        elif config.states == "noise":
+            state_BT = self.first_states(blocks)
+        else:
+            state_BT, next_BT = self.choose(blocks, self.stored(batch, blocks))
+        inside_BT = blocks.inside_BT
+        after_BT = inside_BT & from_first((state_BT != batch.ids_BT) & inside_BT, blocks.unit_BT)
+        answered_BT = inside_BT[:, 1:] & (blocks.answer_BT[:, 1:] == blocks.answer_BT[:, :-1])
+        loss_BT = inside_BT & F.pad(answered_BT, (0, 1))
+        if config.labels == "critic":  # the slots: stretches of a block that begin with it
+            loss_BT = loss_BT & (blocks.text.block_BT == blocks.unit_BT)
+        elif config.reach == "divergence" and known:
+            loss_BT = loss_BT & after_BT
+        return Shown(blocks, state_BT, next_BT if config.labels == "local" else None, after_BT, loss_BT)
+
+    def rows(self, shown: Shown, *states: Tensor) -> Rows:
+        """The noisy rows that are run, one copy for each of `states` [B, T]."""
+        inside_BT = shown.blocks.inside_BT
+        counted_BT = F.pad(shown.loss_BT[:, :-1], (1, 0))  # a copy counts by the token that is predicted
+        level_BT = torch.ones_like(inside_BT, dtype=torch.float64)
+        copies = [Copy(inside_BT, counted_BT, level_BT, state_BT) for state_BT in states]
+        return make_rows(shown.blocks.text, copies, SIGHT, mask_id=-1)
+
+    # The loss
+
+    def denominators(self, batch: Batch, progress: float) -> dict[str, float]:
+        """Rows, or blocks, with a consistency loss (states=online: all that may have one); labels of the other term."""
+        shown = self.shown(batch, known=self.config.states != "online")
+        count = shown.loss_BT.sum()
+        if self.config.normalise == "blocks":
+            count = firsts(shown.loss_BT, shown.blocks.unit_BT).sum()
+        counts = {"consistency": float(count)}
+        return counts | ({"ar": float(len(ar_rows(shown.blocks.text)[0]))} if self.config.ar_weight else {})
+
+    def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms:
+        """Metrics: `consistency_loss` (mean over rows), `ar_loss` (nats per token, not smoothed); over rows from the first
+        wrong guess on `right`, the share whose likeliest token is the fixed point's (labels=critic: the critic's), and
+        `run_length`, the mean number of those that come before the block's first one that is not. One pass settles the
+        first wrong guess and that many more, so 1 + run_length estimates the tokens per pass of decoding.
+        """
+        config, adapters = self.config, self.adapters
+        if config.states == "online" and batch.guess_BT is None:  # the loop does not rewrite held-out ones
+            batch = self.rewrite(batch, progress)
+        shown = self.shown(batch)
+        blocks, text = shown.blocks, shown.blocks.text
+        rows = self.rows(shown, shown.state_BT, *(() if shown.next_BT is None else (shown.next_BT,)))
+        clean_BTD, noisy_BQD = hidden_states(self.target.forward, adapters.view, text, rows, SIGHT)
+        assert clean_BTD is not None
+        clean_XD = clean_BTD.flatten(0, 1)
+
+        both_R = rows.flat_R
+        first_R = rows.copy_BQ.flatten()[both_R] == 0
+        flat_R = both_R[first_R]
+        at_R = flat_R // rows.label_BQ.shape[1] * rows.width + rows.token_BQ.flatten()[flat_R]
+        label_R, hidden_RD = rows.label_BQ.flatten()[flat_R], noisy_BQD.flatten(0, 1)[flat_R]
+        teacher_RD = None
+        if config.labels == "self":
+            teacher_RD = clean_XD[at_R].detach()
+        elif config.labels == "local":  # the copies' rows are in the same order
+            teacher_RD = noisy_BQD.flatten(0, 1)[both_R[~first_R]].detach()
+        elif config.labels == "base":
+            teacher_RD = self.base_states(text).flatten(0, 1)[at_R]
+        elif config.labels == "critic":
+            label_R = self.criticise(shown, clean_XD, hidden_RD, at_R)
+        scored = compare(
+            self.target.head, hidden_RD, label_R, teacher_RD=teacher_RD, terms=self.terms, temperature=config.temperature,
+            head_learns=adapters.head_learns,
+        )  # fmt: skip
+        loss_R = scored.loss_R
+        if config.normalise == "blocks":
+            loss_R = loss_R / total(shown.loss_BT.long(), blocks.unit_BT).flatten()[at_R]
+        terms = Terms({"consistency": loss_R.sum()}, self.metrics(shown, at_R, scored, label_R))
+        if config.ar_weight:
+            flat_R, label_R = ar_rows(text)
+            scored = compare(
+                self.target.head, clean_XD[flat_R], label_R, smoothing=config.label_smoothing,
+                head_learns=adapters.head_learns,
+            )  # fmt: skip
+            terms.losses["ar"] = config.ar_weight * scored.loss_R.sum()
+            terms.metrics["ar_loss"] = scored.ce_R.sum(), torch.tensor(float(len(label_R)))
+        return terms
+
+    forward = loss
+
+    @torch.no_grad()
+    def base_states(self, text: Text) -> Tensor:
+        """Last hidden states [B, T, D] of the clean text in the model as it was."""
+        clean = clean_entries(text)
+        with self.adapters.view("clean"):
+            out = self.target.forward(text.ids_BT, text.positions_BT, see_BTA=dense_mask(SIGHT, clean, clean))
+        return out.last_hidden_BTD
+
+    @torch.no_grad()
+    def criticise(self, shown: Shown, clean_XD: Tensor, hidden_RD: Tensor, at_R: Tensor) -> Tensor:
+        """int64 [R] labels: of each row the base's likeliest token behind clean text and what the model itself says at the
+        block's places up to the row's own.
+
+        `clean_XD` [B * T, D] and `hidden_RD` are the model's states of the clean text and of the rows, at tokens `at_R`.
+        """
+        blocks, mask_id = shown.blocks, self.adapters.needed_mask_id()
+        said_X = shown.state_BT.flatten().clone()
+        said_X[at_R + 1] = likeliest(self.target, hidden_RD, mask_id)
+        # A block's first token is said by the clean row before it, whatever the last row of the block before says.
+        at_U = firsts(shown.loss_BT, blocks.unit_BT).flatten().nonzero()[:, 0]
+        said_X[at_U] = likeliest(self.target, clean_XD[at_U - 1], mask_id)
+        rows = self.rows(shown, said_X.view_as(shown.state_BT))
+        base = hidden_states(self.target.forward, lambda _: self.adapters.view("clean"), blocks.text, rows, SIGHT)[1]
+        return likeliest(self.target, base.flatten(0, 1)[rows.flat_R], mask_id)
+
+    def metrics(
+        self, shown: Shown, at_R: Tensor, scored: Compared, label_R: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """See `loss`. `at_R`: b * T + t of the scored rows."""
+        unit_BT = shown.blocks.unit_BT
+        right_X = torch.zeros_like(shown.loss_BT).flatten()
+        right_X[at_R] = scored.top_R == label_R
+        right_BT = right_X.view_as(shown.loss_BT)
+        told_BT = shown.loss_BT & shown.after_BT
+        inner_BT = told_BT & F.pad(unit_BT[:, 1:] == unit_BT[:, :-1], (0, 1))  # predict a token of their own block
+        ahead_BT = inner_BT & ~from_first(inner_BT & ~right_BT, unit_BT)
+        return {
+            "consistency_loss": (scored.loss_R.detach().sum(), torch.tensor(float(len(label_R)))),
+            "right": ((right_BT & told_BT).sum().float(), told_BT.sum().float()),
+            "run_length": (ahead_BT.sum().float(), firsts(inner_BT, unit_BT).sum().float()),
+        }
+
+
+def draw_per_block(blocks: Blocks, stream: int) -> Tensor:
+    """float64 [B, T] uniform in [0, 1), one number per block, keyed by its first token's place in the document."""
+    return draw(blocks.text, blocks.text.positions_BT.gather(1, blocks.unit_BT), stream)
+
+
+def firsts(flag_BT: Tensor, unit_BT: Tensor) -> Tensor:
+    """bool [B, T]: first tokens of blocks that have a flagged token."""
+    t_T = torch.arange(flag_BT.shape[1], device=flag_BT.device)
+    return (unit_BT == t_T) & (total(flag_BT.long(), unit_BT) > 0)

@@ -146,8 +146,8 @@ def observe(passes: Passes, batch: Batch) -> Blocks:
         hidden_RD = passes.run(text, rows)[1].flatten(0, 1)[flat_R]
         logits_RV = head(hidden_RD).float()
         logits_RV[:, passes.target.facts.tokens :] = float("-inf")
-        if passes.adapters.mask_id < logits_RV.shape[1]:
-            logits_RV[:, passes.adapters.mask_id] = float("-inf")
+        if passes.mask_id < logits_RV.shape[1]:
+            logits_RV[:, passes.mask_id] = float("-inf")
         return hidden_RD, logits_RV.softmax(-1)
 
     hidden_RD, p_RV = chances(rows)

@@ -93,13 +93,14 @@ class OnPolicy(nn.Module):
         dropping = adapters.training
         adapters.train(False)
         text, (first,) = self._hidden(batch)
-        guess_BT = torch.full_like(text.ids_BT, adapters.mask_id)
+        guess_BT = torch.full_like(text.ids_BT, self.passes.mask_id)
         for _ in range(self.config.rounds):
             rows = self._rows(text, [replace(first, guess_BT=guess_BT)])
             label_R, at_R = self._labels(rows)
             hidden_R = first.hidden_BT.flatten()[at_R]  # in `dual`, labels that no row of their block shows are not
             flat_R, label_R, at_R = rows.flat_R[hidden_R], label_R[hidden_R], at_R[hidden_R]
-            found_R = self._likeliest(self.passes.run(text, rows)[1].flatten(0, 1)[flat_R])
+            hidden_RD = self.passes.run(text, rows)[1].flatten(0, 1)[flat_R]
+            found_R = likeliest(self.passes.target, hidden_RD, self.passes.mask_id)
             if self.config.second == "trajectory":  # what was decided stays, what is wrong stays hidden
                 found_R = torch.where(found_R == label_R, found_R, guess_BT.flatten()[at_R])
             guess_BT = guess_BT.flatten().scatter(0, at_R, found_R).view_as(guess_BT)
@@ -156,7 +157,7 @@ class OnPolicy(nn.Module):
         return [first, replace(first, counted_BT=counted_BT, guess_BT=guess_BT)]
 
     def _rows(self, text: Text, copies: list[Copy]) -> Rows:
-        return make_rows(text, copies, self.passes.objective, self.passes.adapters.mask_id)
+        return make_rows(text, copies, self.passes.objective, self.passes.mask_id)
 
     def _labels(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Of the rows with a loss: the token that each predicts, and where it is: b * T' + t of the text."""
@@ -166,11 +167,11 @@ class OnPolicy(nn.Module):
         at_R = row_R * rows.width + rows.token_BQ.flatten()[flat_R] + shift
         return rows.label_BQ.flatten()[flat_R], at_R
 
-    def _likeliest(self, hidden_RD: Tensor) -> Tensor:
-        """int64 [R], the likeliest of the ids that decoding may emit."""
-        head, facts, mask_id = self.passes.target.head, self.passes.target.facts, self.passes.adapters.mask_id
-        never_V = torch.zeros(facts.vocab, dtype=torch.bool, device=hidden_RD.device)
-        never_V[self.passes.target.banned_ids] = True
-        never_V[mask_id : mask_id + 1] = True  # a mask behind the vocabulary has no logit
-        parts = hidden_RD.split(max(8, CHUNK // facts.vocab))
-        return torch.cat([head(part_rD).masked_fill(never_V, float("-inf")).argmax(-1) for part_rD in parts])
+
+def likeliest(target: Target, hidden_RD: Tensor, mask_id: int) -> Tensor:
+    """int64 [R], the likeliest of the ids that decoding may emit."""
+    never_V = torch.zeros(target.facts.vocab, dtype=torch.bool, device=hidden_RD.device)
+    never_V[target.banned_ids] = True
+    never_V[mask_id : mask_id + 1] = True  # a mask behind the vocabulary has no logit
+    parts = hidden_RD.split(max(8, CHUNK // target.facts.vocab))
+    return torch.cat([target.head(part_rD).masked_fill(never_V, float("-inf")).argmax(-1) for part_rD in parts])

@@ -32,7 +32,7 @@ from .drafter import Batch
 from .noise import Text, draw, runs, total
 
 Start = Literal["prompt", "text", "last", "random", "mask"]
-START = 48  # stream of `draw`; those of models/noise.py and models/slots.py lie below
+START, CORRECT = 48, 1024  # streams of `draw` (CORRECT: one per state); those of models/noise.py and slots.py lie below
 CHUNK = 2**22  # logits that are held at a time
 # Clean text as an autoregressive model reads it; a guess sees the clean text before its block, and guesses before it.
 SIGHT = ObjectiveConfig(
@@ -90,6 +90,12 @@ def answer_blocks(batch: Batch, block: int, window: int = 1) -> Blocks:
     return Blocks(text, unit_BT, torch.where(inside_BT, since_BT % block, -1), answer_BT, document_BT)
 
 
+def from_first(flag_BT: Tensor, runs_BT: Tensor) -> Tensor:
+    """bool [B, T]: tokens of each run (`runs`) from its first flagged one on."""
+    count_BT = flag_BT.long().cumsum(1)
+    return count_BT > (count_BT - flag_BT.long()).gather(1, runs_BT)
+
+
 def first_states(
     blocks: Blocks, start: Start, *, tokens: int = 0, mask_id: int | None = None, stream: int = START
 ) -> Tensor:
@@ -115,6 +121,21 @@ def first_states(
     end_BT = blocks.answer_BT if start == "prompt" else blocks.unit_BT
     from_BT = blocks.document_BT + (u_BT * (end_BT - blocks.document_BT)).long()
     return torch.where(inside_BT, text.ids_BT.gather(1, from_BT), text.ids_BT)
+
+
+def corrected(blocks: Blocks, states_BIT: Tensor, share: float) -> Tensor:
+    """States in which wrong tokens are replaced by the text's with chance `share` (CLLM's augmentation), each state on its
+    own. A block's first wrong token stays: a state is not taken for settled that is not."""
+    ids_BT, out = blocks.text.ids_BT, []
+    if share == 0:
+        return states_BIT
+    for i, states_BT in enumerate(states_BIT.unbind(1)):
+        wrong_BT = states_BT != ids_BT
+        count_BT = wrong_BT.long().cumsum(1)
+        later_BT = count_BT - (count_BT - wrong_BT.long()).gather(1, blocks.unit_BT) > 1
+        chosen_BT = draw(blocks.text, blocks.text.positions_BT, CORRECT + i) < share
+        out.append(torch.where(wrong_BT & later_BT & chosen_BT, ids_BT, states_BT))
+    return torch.stack(out, dim=1)
 
 
 class Walk:
@@ -148,9 +169,7 @@ class Walk:
     def open_BT(self, states_BT: Tensor) -> Tensor:
         """bool [B, T]: places of blocks from the first guess that is not the text's on."""
         differs_BT = (states_BT != self.blocks.text.ids_BT) & self.same_BT
-        count_BT = differs_BT.long().cumsum(1)
-        before_BT = (count_BT - differs_BT.long()).gather(1, self.blocks.unit_BT)
-        return self.same_BT & (count_BT > before_BT)
+        return self.same_BT & from_first(differs_BT, self.blocks.unit_BT)
 
     @torch.no_grad()
     def step(self, states_BT: Tensor) -> Tensor:

@@ -57,28 +57,49 @@ def samples() -> list[Sample]:
     return [Sample(i, torch.randint(3, 250, (n,), generator=dice), torch.arange(n) >= first) for i, n, first in sizes]
 
 
+def settings(folder: Path) -> dict[str, Any]:
+    """Of a run of one step."""
+    return {
+        "batch": BatchConfig(row_length=24, rows=2, accumulate=2),
+        "budget": BudgetConfig(steps=1),
+        "optim": OptimConfig(clip=0),
+        "evaluate": EvalConfig(every=9, probe_every=0),
+        "log": LogConfig(every=1, progress=False),
+        "precision": "fp32",
+        "run": str(folder),
+    }
+
+
 def first_step(name: str, folder: Path) -> None:
-    """One step of the loop, in fp32. The gradients that the update was made from are in `rankN.safetensors`."""
+    """One step of a diffusion training."""
     preset, make = CASES[name]
-    config = DiffusionConfig(
-        batch=BatchConfig(row_length=24, rows=2, accumulate=2),
-        budget=BudgetConfig(steps=1),
-        optim=OptimConfig(clip=0),
-        evaluate=EvalConfig(every=9, probe_every=0),
-        log=LogConfig(every=1, progress=False),
-        precision="fp32",
-        run=str(folder),
-    )
+    objective = replace(PRESETS[preset], block=BLOCK)
+
+    def module(target: Target) -> Any:
+        adapters = Adapters(AdapterConfig(rank=2, alpha=4), target, dual=objective.dual)
+        return make(objective, target, stirred(adapters))
+
+    record(DiffusionConfig(**settings(folder)), module, folder)
+
+
+@torch.no_grad()
+def stirred(adapters: Adapters) -> Adapters:
+    """Adapters that do something."""
+    for parameter in adapters.trained.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    return adapters
+
+
+def record(config: Any, make: Callable[[Target], Any], folder: Path) -> None:
+    """One step of the loop, in fp32. The gradients that the update was made from are in `rankN.safetensors`."""
     accelerator = engine.start(config)
     target = tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280)
-    objective = replace(PRESETS[preset], block=BLOCK)
     torch.manual_seed(1)
-    adapters = Adapters(AdapterConfig(rank=2, alpha=4), target, dual=objective.dual)
-    with torch.no_grad():
-        for parameter in adapters.trained.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    module, rank = make(objective, target, adapters), accelerator.process_index
-    stream = Stream(samples(), row_length=24, rows=2, accumulate=2, seed=7, rank=rank, world=accelerator.num_processes)
+    module, rank, batch = make(target), accelerator.process_index, config.batch
+    stream = Stream(
+        samples(), row_length=batch.row_length, rows=batch.rows, accumulate=batch.accumulate, seed=7, rank=rank,
+        world=accelerator.num_processes,
+    )  # fmt: skip
     assert stream.windows(0) == 1 and len(stream.rows_of_epoch(0)) == 3
     folder.mkdir(parents=True, exist_ok=True)
     grads: dict[str, torch.Tensor] = {}

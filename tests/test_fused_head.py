@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.losses.certainty import certainty
+from draftsmith.losses.distill import ON_DISTRIBUTIONS
+from draftsmith.losses.fused_divergence import compare
 from draftsmith.losses.fused_head import head_rows
+from draftsmith.losses.objective import parse_objective
 
 R, D, V = 13, 6, 29
 
@@ -85,6 +88,78 @@ def test_a_teacher_gives_soft_labels(learns: bool) -> None:
         assert found[-1] is None
         for got, want in zip(found[:-1], wanted, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+BY_WORDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of p and q [V], the teacher's and the row's
+    "kl": lambda p, q: (p * (p / q).log()).sum(),
+    "reverse_kl": lambda p, q: (q * (q / p).log()).sum(),
+    "jsd": lambda p, q: ((p * (2 * p / (p + q)).log()).sum() + (q * (2 * q / (p + q)).log()).sum()) / 2,
+    "tv": lambda p, q: (p - q).abs().sum() / 2,
+    "l1": lambda p, q: (p - q).abs().sum(),
+    "neg_log_accept": lambda p, q: -torch.minimum(p, q).sum().log(),
+}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("objective", [*ON_DISTRIBUTIONS, "0.5*kl + 2*tv + 0.1*ce"])
+def test_divergences_in_chunks(objective: str, learns: bool) -> None:
+    """Values and gradients are those of one piece, which are those of the definitions; the teacher gets no gradient."""
+    torch.manual_seed(0)
+    hidden_RD = torch.randn(R, D, dtype=torch.float64, requires_grad=True)
+    teacher_RD = torch.randn(R, D, dtype=torch.float64, requires_grad=True)
+    weight_VD = torch.randn(V, D, dtype=torch.float64, requires_grad=learns)
+    label_R, weigh_R = torch.randint(V, (R,)), torch.rand(R, dtype=torch.float64)
+    head, terms = head_of(weight_VD, None, 3.0), parse_objective(objective)
+    inputs = [hidden_RD, weight_VD] if learns else [hidden_RD]
+    for temperature in (1.0, 0.7):
+        q_RV = (head(hidden_RD) / temperature).softmax(-1)
+        with torch.no_grad():
+            p_RV = (head(teacher_RD) / temperature).softmax(-1)
+        wanted: list[Tensor] | None = None
+        if all(name in BY_WORDS or name == "ce" for _, name in terms):
+            wanted_R = torch.zeros(R, dtype=torch.float64)
+            for factor, name in terms:
+                ce_R = -q_RV.gather(-1, label_R[:, None])[:, 0].log()
+                own_R = ce_R if name == "ce" else torch.stack(list(map(BY_WORDS[name], p_RV, q_RV)))
+                wanted_R = wanted_R + factor * own_R
+            wanted = [wanted_R.detach(), *torch.autograd.grad((wanted_R * weigh_R).sum(), inputs)]
+        for chunk in (100, 4, 1):
+            rows = compare(
+                head, hidden_RD, label_R, teacher_RD=teacher_RD, terms=terms, temperature=temperature,
+                head_learns=learns, chunk=chunk,
+            )  # fmt: skip
+            found = torch.autograd.grad((rows.loss_R * weigh_R).sum(), [*inputs, teacher_RD], allow_unused=True)
+            assert found[-1] is None
+            got = [rows.loss_R.detach(), *(grad for grad in found[:-1] if grad is not None)]
+            wanted = wanted or got
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+            torch.testing.assert_close(rows.ce_R, by_words(head(hidden_RD), label_R, None)[0].detach())
+            assert torch.equal(rows.top_R, q_RV.argmax(-1))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_smoothed_labels(learns: bool) -> None:
+    """Cross-entropy with (1 - s) of the label and s / V of every id, as the framework defines it."""
+    torch.manual_seed(0)
+    hidden_RD = torch.randn(R, D, dtype=torch.float64, requires_grad=True)
+    weight_VD = torch.randn(V, D, dtype=torch.float64, requires_grad=learns)
+    label_R, weigh_R, head = torch.randint(V, (R,)), torch.rand(R, dtype=torch.float64), head_of(weight_VD, None, None)
+    inputs = [hidden_RD, weight_VD] if learns else [hidden_RD]
+    for smoothing in (0.0, 0.1):
+        wanted_R = torch.nn.functional.cross_entropy(
+            head(hidden_RD), label_R, label_smoothing=smoothing, reduction="none"
+        )
+        wanted = torch.autograd.grad((wanted_R * weigh_R).sum(), inputs)
+        for chunk in (4, 100):
+            rows = compare(head, hidden_RD, label_R, smoothing=smoothing, head_learns=learns, chunk=chunk)
+            torch.testing.assert_close(rows.loss_R, wanted_R, rtol=0, atol=1e-12)
+            torch.testing.assert_close(rows.ce_R, by_words(head(hidden_RD), label_R, None)[0].detach())
+            found = torch.autograd.grad((rows.loss_R * weigh_R).sum(), inputs)
+            for got, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    none = compare(head, hidden_RD[:0], label_R[:0], smoothing=0.1)
+    assert len(none.loss_R) == len(none.ce_R) == len(none.top_R) == 0
 
 
 def test_no_rows_and_half_precision() -> None:

@@ -45,6 +45,8 @@ class State:
     skipped_samples: list[int] = field(default_factory=list)  # of the current row of skips
     losses: list[float] = field(default_factory=list)  # of the last steps, for the running median
     first_median: float | None = None
+    first: dict[str, float] = field(default_factory=dict)  # figures of step 0, where they were asked for
+    sound: int = 0  # last step that was measured with nothing to say against it
     best: float | None = None
     best_step: int | None = None
     done: bool = False  # the whole budget is used
@@ -128,11 +130,8 @@ def read_state(path: Path) -> tuple[State, dict[str, Any]]:
     return State(**content["state"]), content["settings"]
 
 
-def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer], accelerator: Accelerator) -> None:
-    """Put tensors, moments and generators back, in place. Call it after the engine has wrapped model and optimisers.
-
-    Raises ValueError when names or shapes differ from this drafter's.
-    """
+def load_tensors(path: Path, drafter: nn.Module) -> None:
+    """Put the trained tensors of a checkpoint back, in place. Raises ValueError when names or shapes differ."""
     tensors = load_file(path / "model.safetensors")
     own = trained_tensors(drafter)
     if tensors.keys() != own.keys():
@@ -143,6 +142,14 @@ def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer]
                 f"{path}: {name} is {value.dtype} {tuple(value.shape)}, needed {own[name].dtype} {tuple(own[name].shape)}"
             )
         own[name].copy_(value)
+
+
+def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer], accelerator: Accelerator) -> None:
+    """Put tensors, moments and generators back, in place. Call it after the engine has wrapped model and optimisers.
+
+    Raises ValueError when names or shapes differ from this drafter's.
+    """
+    load_tensors(path, drafter)
     moments: dict[str, dict[str, Tensor]] = {}
     for key, value in load_file(path / "optimiser.safetensors").items():
         name, _, kind = key.rpartition("|")

@@ -21,20 +21,22 @@ from draftsmith.inference.adapter_folder import load_adapters
 from draftsmith.models.adapters import Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion
 from draftsmith.models.target import Target
-from draftsmith.train.diffusion_run import launch
+from draftsmith.train.diffusion_run import denoiser_tuning
 from draftsmith.train.script import end
+from draftsmith.train.tuning import Tuning, launch
 
 SCRIPT = Path(__file__).name
 
 
-def build(config: DiffusionConfig, target: Target) -> tuple[DiffusionConfig, BlockDiffusion, Adapters]:
+def build(config: DiffusionConfig, target: Target) -> Tuning:
     """Adapters at zero, or those of `init_from`, whose settings replace the recipe's, under the recipe's objective."""
     if config.init_from is None:
         adapters = Adapters(config.adapters, target, dual=config.objective.dual)
     else:
         adapters = load_adapters(config.init_from, target).adapters
         config = replace(config, adapters=adapters.config)
-    return config, BlockDiffusion(config.objective, target, adapters, config.conversion), adapters
+    module = BlockDiffusion(config.objective, target, adapters, config.conversion)
+    return denoiser_tuning(config, module, adapters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,37 +1,18 @@
-"""One launch of a diffusion training: target and adapters, data, the loop, the export.
-
-The two scripts differ in what they train (`build`), not in this. Tests: `pytest tests/test_convert_diffusion.py`.
-"""
+"""What the two diffusion trainings share: their data, and their export. Tests: `pytest tests/test_convert_diffusion.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..configs.diffusion import DiffusionConfig
-from ..data.batch import TargetOut
-from ..data.encode import Sample, encode_all
-from ..data.packing import collate
+from ..data.encode import Sample
+from ..data.sources import Conversation
 from ..inference.adapter_folder import save_adapters
+from ..inference.exporters.layout import RunFacts
 from ..models.adapters import Adapters
-from ..models.target import Target
-from . import engine
-from .loop import train
-from .script import (
-    conversations,
-    how_it_ended,
-    last_heldout,
-    make_stream,
-    refuse_other_run,
-    run_facts,
-    silent,
-    target_of,
-    write_run_file,
-)
-
-Build = Callable[[DiffusionConfig, Target], tuple[DiffusionConfig, Any, Adapters]]
+from .tuning import Tuning
 
 
 def refuse_without_order(samples: Sequence[Sample]) -> None:
@@ -43,47 +24,14 @@ def refuse_without_order(samples: Sequence[Sample]) -> None:
         )
 
 
-def launch(config: DiffusionConfig, script: str, argv: Sequence[str], build: Build) -> int:
-    """Run the training that `build` makes of settings and target; returns the exit code.
+def denoiser_tuning(config: DiffusionConfig, module: Any, adapters: Adapters) -> Tuning:
+    """The training of a denoiser: `module` under these settings. Its export is its adapters."""
 
-    Raises ValueError before anything is written when the run folder holds another run.
-    """
-    folder = engine.run_folder(config)
-    accelerator = engine.start(config)
-    torch.manual_seed(config.seed)
-    say = print if accelerator.is_main_process else silent
-    target = target_of(config, accelerator)
-    config, module, adapters = build(config, target)
-    refuse_other_run(folder, config)
+    def check(talks: Sequence[Conversation], samples: Sequence[Sample]) -> None:
+        if module.passes.objective.draw == "latest":
+            refuse_without_order(samples)
 
-    train_talks, heldout_talks = conversations(config)
-    samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
-    heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
-    if module.passes.objective.draw == "latest":
-        refuse_without_order([*samples, *heldout_samples])
-    say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
-    say(f"{config.method}: {adapters.report}; mask token {adapters.mask_id} ({config.adapters.mask})")
-    if accelerator.is_main_process:
-        write_run_file(folder, config, script, argv, accelerator, samples, report, target)
-    accelerator.wait_for_everyone()
+    def save(folder: Path, facts: RunFacts) -> Path:
+        return save_adapters(folder, config.method, module.objective, adapters, facts)
 
-    summary = train(
-        config,
-        accelerator,
-        module,
-        make_stream(config, samples, accelerator),
-        lambda batch: TargetOut(),  # every pass of the target is part of the loss
-        folder,
-        heldout=[collate([sample], config.seed) for sample in heldout_samples],
-        evaluate_first=True,
-    )
-    code = how_it_ended(config, summary, say)
-    if code is not None:
-        return code
-    if accelerator.is_main_process:
-        heldout = summary.heldout or last_heldout(folder)
-        facts = run_facts(config, script, argv, samples, summary, heldout)
-        place = save_adapters(folder / "export", config.method, module.objective, adapters, facts)
-        say(f"export: {place}")
-    accelerator.wait_for_everyone()
-    return 0
+    return Tuning(config, module, adapters, check, save)

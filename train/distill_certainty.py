@@ -27,13 +27,14 @@ from draftsmith.models.adapters import Adapters
 from draftsmith.models.block_diffusion import CertaintyForcing
 from draftsmith.models.on_policy import OnPolicy
 from draftsmith.models.target import Target
-from draftsmith.train.diffusion_run import launch
+from draftsmith.train.diffusion_run import denoiser_tuning
 from draftsmith.train.script import end
+from draftsmith.train.tuning import Tuning, launch
 
 SCRIPT = Path(__file__).name
 
 
-def build(config: DiffusionConfig, target: Target) -> tuple[DiffusionConfig, CertaintyForcing | OnPolicy, Adapters]:
+def build(config: DiffusionConfig, target: Target) -> Tuning:
     """The adapters of `init_from` go on learning; what they bring is written into the settings."""
     if config.init_from is None:
         if config.objective.layout == "pair":
@@ -47,8 +48,8 @@ def build(config: DiffusionConfig, target: Target) -> tuple[DiffusionConfig, Cer
         adapters = converted.adapters
         config = replace(config, objective=converted.objective, adapters=adapters.config)
     if config.method == "on_policy":
-        return config, OnPolicy(config.objective, target, adapters, config.on_policy), adapters
-    return config, CertaintyForcing(config.objective, target, adapters, config.certainty), adapters
+        return denoiser_tuning(config, OnPolicy(config.objective, target, adapters, config.on_policy), adapters)
+    return denoiser_tuning(config, CertaintyForcing(config.objective, target, adapters, config.certainty), adapters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
-from ..configs.diffusion import RunConfig
+from ..configs.runs import RunConfig
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -124,6 +124,14 @@ def total_pairs(accelerator: Accelerator, pairs: dict[str, tuple[float, float]])
     return {
         n: (sum(one.get(n, zero)[0] for one in everyone), sum(one.get(n, zero)[1] for one in everyone)) for n in names
     }
+
+
+def shared(accelerator: Accelerator, value: Any) -> Any:
+    """The main process's value, in every process."""
+    everyone = [value]
+    if accelerator.num_processes > 1:
+        torch.distributed.broadcast_object_list(everyone, src=0)
+    return everyone[0]
 
 
 def union(accelerator: Accelerator, ids: list[int]) -> list[int]:

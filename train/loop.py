@@ -24,7 +24,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..configs.diffusion import RunConfig
+from ..configs.runs import RunConfig
 from ..configs.training import BudgetConfig, differing
 from ..data.batch import Batch, TargetOut
 from . import checkpoint, engine
@@ -106,6 +106,25 @@ class Summary:
     signal: int = 0  # the signal that stopped it, 0 = none
     heldout: dict[str, float] | None = None  # last held-out figures
     probe: dict[str, float] | None = None
+    stopped: str | None = None  # why the judge ended it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the figures of a step say about the run."""
+
+    score: float | None = None  # by which the best checkpoint is chosen; None: this step is no candidate
+    against: str | None = None  # what there is to say against this step, one line
+    stop: bool = False  # and that it is enough to end the run
+
+
+Judge = Callable[[State, dict[str, float]], Verdict]
+Probe = Callable[[nn.Module, Callable[[], bool]], dict[str, float]]
+
+
+def by_run_length(state: State, figures: dict[str, float]) -> Verdict:
+    """The usual judge: the longest leading run of accepted drafts is best, and nothing ends the run."""
+    return Verdict(figures.get("run_length"))
 
 
 def train(
@@ -120,12 +139,14 @@ def train(
     heldout_states_of: Callable[[Batch], TargetOut] | None = None,
     probe: Callable[[nn.Module, Callable[[], bool]], dict[str, float]] | None = None,
     evaluate_first: bool = False,
+    judge: Judge = by_run_length,
 ) -> Summary:
-    """Train `drafter` until the budget is used, a signal comes, or too many steps in a row had to be skipped.
+    """Train `drafter` until the budget is used, a signal or the judge ends it, or too many steps in a row had to be skipped.
 
     `states_of` gives the target's states of a batch. `heldout`: batches of held-out conversations, the same list in
-    every process. `probe(drafter, stop)`: a real speculative run, on the main process. `evaluate_first`: held-out figures
-    of step 0 too, what a run is to be held against. Every process calls this.
+    every process. `probe(drafter, stop)`: a real run of the decoder, on the main process. `evaluate_first`: figures of step 0
+    too (`state.first`), what a run is to be held against. `judge(state, figures)`: which step is best, and whether to go on.
+    Every process calls this.
     Raises ValueError when the run folder holds a run with other settings, RuntimeError after MAX_SKIPS skips in a row.
     """
     device = accelerator.device
@@ -161,10 +182,30 @@ def train(
         if start is not None:
             log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
 
-        if evaluate_first and heldout and start is None:
-            figures = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
-            if figures:
-                log.write("heldout", 0, figures, f"step 0  held out: {short(figures)}")
+        def measure(everything: bool) -> dict[str, float]:
+            """Held-out figures and probe, where they are due in this step; the same in every process."""
+            found: dict[str, float] = {}
+            if heldout and (everything or state.step % config.evaluate.every == 0):
+                figures = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                if figures:
+                    summary.heldout, found = figures, figures
+                    log.write("heldout", state.step, figures, f"step {state.step}  held out: {short(figures)}")
+            probe_every = config.evaluate.probe_every
+            if probe is not None and (everything or (probe_every and state.step % probe_every == 0)):
+                figures = {}
+                if accelerator.is_main_process:
+                    figures = probe(drafter, lambda: bool(stop.signal))
+                    drafter.train()
+                figures = engine.shared(accelerator, figures)
+                if figures:
+                    summary.probe, found = figures, found | figures
+                    log.write("probe", state.step, figures, f"step {state.step}  probe: {short(figures)}")
+            return found
+
+        if evaluate_first and not state.step and not state.first:
+            first = measure(True)
+            (stopped,) = engine.total(accelerator, [float(stop.signal)])
+            state.first = {} if stopped else first  # all of it, or again by the next launch
 
         while True:
             # 3. The window of this step; its counts over all processes, before any loss.
@@ -267,28 +308,20 @@ def train(
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
 
-            # 9. Held-out figures and the speculative probe.
-            ended = now >= 1.0
-            if heldout and (ended or state.step % config.evaluate.every == 0):
-                figures = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
-                if figures:
-                    summary.heldout = figures
-                    log.write("heldout", state.step, figures, f"step {state.step}  held out: {short(figures)}")
-                    length = figures.get("run_length")
-                    if length is not None and (state.best is None or length > state.best):
-                        state.best, state.best_step = length, state.step
-                        save()
-                        start, last_save = folder / f"checkpoints/step-{state.step:08d}", time.monotonic()
-            probe_every = config.evaluate.probe_every
-            if probe is not None and (ended or (probe_every and state.step % probe_every == 0)):
-                if accelerator.is_main_process:
-                    summary.probe = probe(drafter, lambda: bool(stop.signal)) or summary.probe
-                    drafter.train()
-                    if summary.probe and not stop.signal:
-                        log.write(
-                            "probe", state.step, summary.probe, f"step {state.step}  probe: {short(summary.probe)}"
-                        )
-                accelerator.wait_for_everyone()
+            # 9. Held-out figures and the probe, and what the judge says to them.
+            figures = measure(now >= 1.0)
+            verdict = judge(state, figures) if figures else Verdict()
+            if figures and not verdict.against:
+                state.sound = state.step
+            if verdict.score is not None and (state.best is None or verdict.score > state.best):
+                state.best, state.best_step = verdict.score, state.step
+                save()
+                start, last_save = folder / f"checkpoints/step-{state.step:08d}", time.monotonic()
+            if verdict.against:
+                log.write("note", state.step, {"against": verdict.against}, f"step {state.step}  {verdict.against}")
+            if verdict.stop:
+                summary.stopped = verdict.against
+                break
     return summary
 
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..configs.diffusion import RunConfig
+from ..configs.runs import RunConfig
 
 
 class RunLog:

@@ -19,8 +19,8 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from ..configs.diffusion import DiffusionConfig, RunConfig
-from ..configs.training import differing
+from ..configs.runs import RunConfig
+from ..configs.training import TrainConfig, differing
 from ..data.encode import Sample
 from ..data.sources import Conversation, load_conversations
 from ..data.states import data_fingerprint
@@ -84,12 +84,16 @@ def target_of(config: RunConfig, accelerator: Accelerator) -> Target:
             device=accelerator.device,
             revision=config.target.revision,
             trust_remote_code=config.target.trust_remote_code,
-            quantize=config.quantize if isinstance(config, DiffusionConfig) else "none",
+            quantize="none" if isinstance(config, TrainConfig) else config.quantize,
         )
 
 
 def how_it_ended(config: RunConfig, summary: Summary, say: Callable[..., None]) -> int | None:
     """The exit code of a launch that leaves its budget unused, after saying why; None for one that used it."""
+    if summary.stopped:
+        step, sound = summary.state.step, summary.state.sound
+        say(f"stopped at step {step}: {summary.stopped}; the last step within bounds was {sound}", file=sys.stderr)
+        return 1
     if summary.signal:
         say(
             f"stopped by signal {summary.signal}, saved at step {summary.state.step}; the same command goes on from there"
@@ -108,8 +112,10 @@ def run_facts(
     samples: Sequence[Sample],
     summary: Summary,
     heldout: dict[str, float],
+    probe: dict[str, float] | None = None,
+    step: int | None = None,
 ) -> RunFacts:
-    """What an export records of its run."""
+    """What an export records of its run; `step`, where it holds the weights of another than the last one."""
     state = summary.state
     return RunFacts(
         config=dataclasses.asdict(config),
@@ -118,16 +124,22 @@ def run_facts(
         data={"source": config.data.source, "samples": len(samples), "tokens": sum(map(len, samples))}
         | {"fingerprint": data_fingerprint(samples)},
         training={"steps": state.step, "tokens": state.tokens, "minutes": round(state.seconds / 60, 2)}
-        | {"skipped_steps": state.skipped, "heldout": heldout, "probe": summary.probe},
+        | {"skipped_steps": state.skipped, "heldout": heldout, "probe": probe or summary.probe}
+        | ({} if step is None else {"exported_step": step}),
         train_length=config.data.max_length,
     )
 
 
 def last_heldout(folder: Path) -> dict[str, float]:
     """The last held-out figures of a run's log (a launch that finds nothing left to do has none of its own)."""
+    return logged(folder, "heldout")
+
+
+def logged(folder: Path, kind: str, step: int | None = None) -> dict[str, float]:
+    """The figures of a run's log, of one kind: those of `step`, or the last ones. Empty where there are none."""
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found = [line for line in lines if line["kind"] == "heldout"]
+    found = [line for line in lines if line["kind"] == kind and step in (None, line["step"])]
     return {k: v for k, v in found[-1].items() if k not in ("kind", "step")} if found else {}
 
 

@@ -1,0 +1,123 @@
+"""Jacobi states on disk: what is stored is what is read, and nothing else passes.
+
+Run: pytest tests/test_jacobi_states.py
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.data.encode import Refused, encode
+from draftsmith.data.jacobi_states import JacobiStates, pack_states, parse_states, unpack_states
+from draftsmith.data.packing import make_batch
+from draftsmith.data.sources import Conversation, DataConfig, load_conversations
+from draftsmith.data.states import data_fingerprint
+
+IDS = [97, 98, 99, 100, 101, 102, 103]
+
+
+def states(seed: int = 0, passes: int = 5, ids: Any = IDS) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    text = torch.tensor(ids)
+    rows = [torch.where(torch.rand(7, generator=gen) < 0.5, text, torch.randint(0, 200, (7,), generator=gen))]
+    for i in range(1, passes):
+        rows.append(torch.where(torch.arange(7) < 2 * i, text, rows[-1] + (torch.rand(7, generator=gen) < 0.3).long()))
+    return torch.stack([*rows, text])
+
+
+def talk(jacobi: JacobiStates | None, ids: Any = IDS) -> Conversation:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "abcdefg"}]
+    return Conversation("c", messages, truncated=True, answer_ids=ids, jacobi=jacobi)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_states_come_back(seed: int) -> None:
+    states_In = states(seed)
+    stored = pack_states(torch.cat([states_In, states_In[-1:]]), 4, "prompt", 0.5, 1)
+    assert (stored.blocks, stored.other, stored.augment) == (2, 1, 0.5)
+    read = parse_states(json.loads(json.dumps(stored.record())), IDS, "f:1")
+    assert read == stored and torch.equal(unpack_states(read), states_In[: 1 + len(stored.passes)])
+    assert torch.equal(unpack_states(read)[-1], torch.tensor(IDS)) and stored.highest == int(states_In.max())
+
+
+def test_the_example_of_the_docstring() -> None:
+    raw = {"block": 2, "start": "prompt", "augment": 0.0, "other": 0, "first": [9, 9, 3, 8]}
+    read = parse_states(raw | {"passes": [[0, 5, 1, 4, 2, 7], [1, 6]]}, [5, 6, 7, 8], "f:1")
+    assert unpack_states(read).tolist() == [[9, 9, 3, 8], [5, 4, 7, 8], [5, 6, 7, 8]]
+    settled = parse_states(raw | {"first": [5, 6, 7, 8], "passes": []}, [5, 6, 7, 8], "f:1")
+    assert unpack_states(settled).tolist() == [[5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"extra": 1}, "must be an object with block, start, first, passes, augment, other"),
+        ({"block": 0}, "has block 0"),
+        ({"block": True}, "has block True"),
+        ({"start": None}, "start None"),
+        ({"augment": 2}, "augment 2"),
+        ({"other": -1}, "other -1"),
+        ({"first": IDS[:-1]}, "one token id per token of `ids`"),
+        ({"first": [1.5, *IDS[1:]]}, "one token id per token of `ids`"),
+        ({"first": [2**63, *IDS[1:]]}, "one token id per token of `ids`"),
+        ({"passes": None}, "list of passes"),
+        ({"passes": [[]] * 2 + [[0]]}, "pass 3 must hold ascending places below 7"),
+        ({"passes": [[7, 1]]}, "pass 1 must hold"),
+        ({"passes": [[1, 5, 0, 5]]}, "pass 1 must hold"),
+        ({"passes": [[1, 5, 1, 5]]}, "pass 1 must hold"),
+        ({"passes": [[0, -5]]}, "pass 1 must hold"),
+        ({"passes": ["01"]}, "pass 1 must hold"),
+        ({"passes": []}, "does not end in `ids`"),
+    ],
+)
+def test_other_shapes_are_refused_by_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    good = pack_states(states(), 4, "prompt").record()
+    line = {"id": "a", "messages": talk(None).messages, "ids": IDS, "truncated": True}
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        "".join(json.dumps(line | {"id": k, "jacobi": v}) + "\n" for k, v in [("a", good), ("b", good | change)])
+    )
+    with pytest.raises(ValueError, match=rf"^a\.jsonl:2: `jacobi` .*{message}"):
+        load_conversations(DataConfig(source=str(file)))
+
+
+def test_states_without_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="f:1: `jacobi` needs the answer's `ids`"):
+        parse_states(pack_states(states(), 4, "prompt").record(), None, "f:1")
+
+
+def test_samples_have_the_states_at_their_places(tokenizer: Any) -> None:
+    """The prompt in all of them; cut as the ids are; each text's from its fixed point on; packed beside one without."""
+    ids = tokenizer("abcdefg")["input_ids"]
+    states_In = states(ids=ids)
+    conv = talk(pack_states(states_In, 4, "prompt"), ids)
+    plain = encode(dataclasses.replace(conv, jacobi=None), tokenizer, 0, 1000)
+    assert plain.states is None
+    n = len(plain)
+    for length in (1000, n - 3):
+        sample = encode(conv, tokenizer, 0, length)
+        assert sample.states is not None and sample.states.dtype == torch.int64
+        assert torch.equal(sample.ids, plain.ids[:length])
+        assert torch.equal(sample.states[:, : n - 7], plain.ids[: n - 7].expand(len(states_In), -1))
+        assert torch.equal(sample.states[:, n - 7 :], states_In[:, : len(sample) - n + 7])
+    assert data_fingerprint([plain]) != data_fingerprint([encode(conv, tokenizer, 0, 1000)])
+    added = encode(dataclasses.replace(conv, truncated=False), tokenizer, 0, 1000)  # its end of turn is not the model's
+    assert added.states is not None and added.states.shape == (len(states_In), n + 1)
+    assert bool((added.states[:, -1] == added.ids[-1]).all())
+    batch = make_batch([[plain, added]], None, 0, 0)
+    assert batch.states_BIT is not None and torch.equal(batch.states_BIT[0, :, n:], added.states)
+    assert torch.equal(batch.states_BIT[0, :, :n], plain.ids.expand(len(states_In), -1))
+
+
+def test_states_of_another_tokenizer_are_not_taken(tokenizer: Any) -> None:
+    ids = tokenizer("abcdefg")["input_ids"]
+    first = states(ids=ids)
+    first[0, -1] = len(tokenizer)
+    with pytest.raises(Refused, match="ids that the tokenizer does not know"):
+        encode(talk(pack_states(first, 4, "prompt"), ids), tokenizer, 0, 1000)
+    foreign = dataclasses.replace(talk(pack_states(states(), 4, "prompt")), answer_ids=[9] * 7)
+    assert encode(foreign, tokenizer, 0, 1000).states is None

@@ -1,0 +1,111 @@
+"""One launch of a training that changes the target itself: target and adapters, data, the loop, the export.
+
+The scripts differ in what they make of settings and target (`Tuning`), not in this.
+Tests: `pytest tests/test_convert_diffusion.py tests/test_distill_consistency.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..configs.runs import RunConfig
+from ..data.batch import TargetOut
+from ..data.encode import Sample, encode_all, prompt_ids
+from ..data.packing import collate
+from ..data.sources import Conversation
+from ..inference.exporters.layout import RunFacts
+from ..models.adapters import Adapters
+from ..models.target import Target
+from . import checkpoint, engine
+from .loop import Judge, Probe, by_run_length, train
+from .script import (
+    conversations,
+    how_it_ended,
+    logged,
+    make_stream,
+    refuse_other_run,
+    run_facts,
+    silent,
+    target_of,
+    write_run_file,
+)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """One training: `module` as the loop wants it, and what else it needs.
+
+    `config`: the settings, with what was loaded written into them. `check(conversations, samples)` raises ValueError
+    for data that this training cannot use. `save(folder, facts)` writes the export. `probe(prompts)`: a probe on held-out prompts (ids).
+    `warning`: a line to be said before it begins.
+    """
+
+    config: RunConfig
+    module: Any
+    adapters: Adapters
+    check: Callable[[Sequence[Conversation], Sequence[Sample]], None]
+    save: Callable[[Path, RunFacts], Path]
+    probe: Callable[[list[list[int]]], Probe] | None = None
+    judge: Judge = by_run_length
+    warning: str | None = None
+
+
+def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, Target], Tuning]) -> int:
+    """Run the training that `build` makes of settings and target; returns the exit code.
+
+    The export holds the weights of the best step where the judge names one, else of the last. Raises ValueError before
+    anything is written when the run folder holds another run.
+    """
+    folder = engine.run_folder(config)
+    accelerator = engine.start(config)
+    torch.manual_seed(config.seed)
+    say = print if accelerator.is_main_process else silent
+    target = target_of(config, accelerator)
+    tuning = build(config, target)
+    config, module = tuning.config, tuning.module
+    refuse_other_run(folder, config)
+
+    train_talks, heldout_talks = conversations(config)
+    samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
+    heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
+    tuning.check([*train_talks, *heldout_talks], [*samples, *heldout_samples])
+    say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
+    mask_id = tuning.adapters.mask_id
+    mask = "" if mask_id is None else f"; mask token {mask_id} ({config.adapters.mask})"
+    say(f"{config.method}: {tuning.adapters.report}{mask}")
+    if tuning.warning:
+        say(f"warning: {tuning.warning}")
+    if accelerator.is_main_process:
+        write_run_file(folder, config, script, argv, accelerator, samples, report, target)
+    accelerator.wait_for_everyone()
+
+    prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
+    summary = train(
+        config,
+        accelerator,
+        module,
+        make_stream(config, samples, accelerator),
+        lambda batch: TargetOut(),  # every pass of the target is part of the loss
+        folder,
+        heldout=[collate([sample], config.seed) for sample in heldout_samples],
+        probe=tuning.probe(prompts) if tuning.probe and prompts else None,
+        evaluate_first=True,
+        judge=tuning.judge,
+    )
+    code, best = how_it_ended(config, summary, say), summary.state.best_step
+    if code is not None and (summary.stopped is None or best is None):
+        return code
+    if accelerator.is_main_process:
+        heldout, probe = (logged(folder, kind, best) for kind in ("heldout", "probe"))
+        if best is not None:
+            checkpoint.load_tensors(folder / f"checkpoints/step-{best:08d}", module)
+        facts = run_facts(config, script, argv, samples, summary, heldout, probe or None, best)
+        place = tuning.save(folder / "export", facts)
+        say(f"export: {place}{'' if best is None else f', of step {best}'}")
+    accelerator.wait_for_everyone()
+    return code or 0
