@@ -70,8 +70,8 @@ class EvaluateConfig:
 
     model: str
     """Export folder or Hub id of the drafter, of a consistency model (evaluate_consistency.py) or of a denoiser
-    (evaluate_denoiser.py); or, for any target and without training, ngram, suffix, recycling, lookahead
-    or lm:MODEL (folder or Hub id of a small language model)."""
+    (evaluate_denoiser.py); or, for any target and without training, ngram, suffix, recycling, lookahead, jacobi or
+    lm:MODEL (folder or Hub id of a small language model)."""
     also: tuple[str, ...] = ()
     """Further drafters for the same target, measured beside it in the same run."""
     target: str | None = None
@@ -93,7 +93,7 @@ class EvaluateConfig:
     """Longest answer, in tokens."""
     k: tuple[int, ...] = (2, 4)
     """Tokens drafted per pass (root excluded); every value is measured and the fastest named. Of a denoiser that drafts for
-    its base: one value (by default 2)."""
+    its base: one value (by default 2). Of jacobi its block says how many."""
     trees: tuple[str, ...] = ("chain",)
     """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
@@ -327,7 +327,7 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
             Arm(f"{name} {tree} K={k}{at}", "draft", temperature, _decode(cfg, tree, k, drafter), name)
             for name, drafter in drafters.items()
             for tree in cfg.trees
-            for k in cfg.k
+            for k in _depths(cfg, drafter)
             if _reaches(drafter, k) and fits(tree, drafter)
         ]
         if not drafts and any(_reaches(drafter, k) for drafter in drafters.values() for k in cfg.k):
@@ -349,6 +349,12 @@ def _decode(cfg: EvaluateConfig, tree: str, k: int, drafter: Any) -> DecodeConfi
     if not TREES[tree].chain or hasattr(drafter, "propose"):
         return decode  # proposals have no fixed length: padded, their steps without a candidate would not be plain ones
     return replace(decode, fixed_width=chain_width(drafter, decode))
+
+
+def _depths(cfg: EvaluateConfig, drafter: Any) -> tuple[int, ...]:
+    """`k`, or the depth that a drafter's own settings say (jacobi: the block)."""
+    own = getattr(drafter, "own_depth", None)
+    return cfg.k if own is None else (own,)
 
 
 def _reaches(drafter: Any, k: int) -> bool:

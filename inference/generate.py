@@ -46,9 +46,9 @@ class GenerateConfig:
     prompt: str
     """The user's message (or, with `raw`, the text to go on from)."""
     model: str | None = None
-    """Export folder or Hub id of a drafter, of a consistency model, or of a denoiser (adapters, merged, or LLaDA's and others'
-    layouts); or, for any target and without training, ngram, suffix, recycling, lookahead or lm:MODEL (folder or Hub id of a small language
-    model); without it the target decodes on its own."""
+    """Export folder or Hub id of a drafter, of a consistency model, or of a denoiser (adapters, merged, or LLaDA's and
+    others' layouts); or, for any target and without training, ngram, suffix, recycling, lookahead, jacobi or lm:MODEL
+    (folder or Hub id of a small language model); without it the target decodes on its own."""
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that an export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
@@ -67,7 +67,7 @@ class GenerateConfig:
     stream: bool = True
     """Print text as it is committed."""
     k: int = DecodeConfig.k
-    """Tokens drafted per pass, at most what the drafter has."""
+    """Tokens drafted per pass, at most what the drafter has; of jacobi its block says how many."""
     tree: str = DecodeConfig.tree
     """Shape of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped or ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
