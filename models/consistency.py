@@ -199,8 +199,13 @@ class Consistency(nn.Module):
         config.check(adapters.config)
         if adapters.target is not target or adapters.dual:
             raise ValueError("these adapters are of another target, or act on noisy rows alone (dual)")
-        self.trained, self.config, self.target, self.adapters = adapters.trained, config, target, adapters
+        self.trained, self.config, self.adapters = adapters.trained, config, adapters
         self.terms = parse_objective(config.objective, method="consistency")
+
+    @property
+    def target(self) -> Target:
+        """Not a module of this one, whose tensors are the trained ones."""
+        return self.adapters.target
 
     def train(self, mode: bool = True) -> Consistency:
         self.adapters.train(mode)
