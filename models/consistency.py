@@ -204,7 +204,7 @@ class Consistency(nn.Module):
 
     @property
     def target(self) -> Target:
-        """Outside: held as a module, its tensors would be trained and stored a second time, under other names."""
+        """Not a module of this one, whose tensors are the trained ones."""
         return self.adapters.target
 
     def train(self, mode: bool = True) -> Consistency:
