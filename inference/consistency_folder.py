@@ -155,7 +155,7 @@ def stored_consistency(name: str, revision: str | None = None) -> Stored | None:
     return Stored(name, folder, CONSISTENCY, ours)
 
 
-def decode_of(stored: Stored, flags: JacobiConfig | None = None) -> JacobiConfig:
+def jacobi_of(stored: Stored, flags: JacobiConfig | None = None) -> JacobiConfig:
     """How the folder says to decode; settings of `flags` that are not the usual ones take precedence.
 
     Raises ValueError, naming the key, where config.json lacks a setting or contradicts itself.
@@ -185,7 +185,7 @@ def decode_of(stored: Stored, flags: JacobiConfig | None = None) -> JacobiConfig
 
 def verify_consistency(stored: Stored) -> None:
     """Everything that can be checked of a folder without the model: keys, hash, header, finite numbers. ValueError."""
-    decode_of(stored)
+    jacobi_of(stored)
     verify_weights(stored)
 
 
@@ -231,7 +231,7 @@ def check_consistency(cfg: CheckConfig, stored: Stored) -> CheckResult:
     if cfg.target is not None:
         raise ValueError(f"target = {cfg.target!r}: the weights of {cfg.export} stand alone; leave it out")
     target = load_consistency(stored, dtype=cfg.dtype, device=cfg.device)
-    decode, replay = decode_of(stored), read_replay(stored.folder)
+    decode, replay = jacobi_of(stored), read_replay(stored.folder)
     if int(replay["ids"].max()) >= target.facts.vocab or int(replay["top_ids"].max()) >= target.facts.tokens:
         raise ValueError(f"{stored.folder / REPLAY} was made of another model; export it again")
     logits_RV = logits_at(target, replay["ids"], replay["positions"]).cpu()

@@ -8,6 +8,7 @@ from text). Interrupted runs go on where they stopped. A row whose losslessness 
     draftsmith evaluate --model EXPORT --suite mini --k 2,4
     draftsmith evaluate --target smollm2 --model ngram --also suffix,recycling --k 8
     draftsmith evaluate --model CONVERTED --suite tasks        # a denoiser: evaluate_denoiser.py
+    draftsmith evaluate --model CONSISTENT --suite tasks       # a consistency model: evaluate_consistency.py
     pytest tests/test_evaluate.py
 """
 
@@ -31,8 +32,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import __version__
 from ..losses.probs import SamplingParams
 from ..models import TRAINING_FREE, FreeSettings
+from ..models.jacobi import Jacobi
 from ..models.target import Target, load_target
 from .card import write_card
+from .consistency_folder import stored_consistency
 from .denoisers import stored_denoiser
 from .figures import (
     CAUSES,
@@ -66,14 +69,16 @@ class EvaluateConfig:
     """What to measure."""
 
     model: str
-    """Export folder or Hub id of the drafter, or of a denoiser (evaluate_denoiser.py); or, for any target and without training, ngram, suffix, recycling, lookahead
-    or lm:MODEL (folder or Hub id of a small language model)."""
+    """Export folder or Hub id of the drafter, of a consistency model (evaluate_consistency.py) or of a denoiser
+    (evaluate_denoiser.py); or, for any target and without training, ngram, suffix, recycling, lookahead, jacobi or
+    lm:MODEL (folder or Hub id of a small language model)."""
     also: tuple[str, ...] = ()
     """Further drafters for the same target, measured beside it in the same run."""
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that the first export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
-    """Settings of the training-free drafters."""
+    """Settings of the training-free drafters. Of a consistency model: those of `jacobi` that are not the usual ones take
+    the place of the folder's."""
     revision: str | None = None
     """Revision of the export on the Hub."""
     target_revision: str | None = None
@@ -88,7 +93,7 @@ class EvaluateConfig:
     """Longest answer, in tokens."""
     k: tuple[int, ...] = (2, 4)
     """Tokens drafted per pass (root excluded); every value is measured and the fastest named. Of a denoiser that drafts for
-    its base: one value (by default 2)."""
+    its base: one value (by default 2). Of jacobi its block says how many."""
     trees: tuple[str, ...] = ("chain",)
     """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
@@ -157,7 +162,8 @@ class EvaluateConfig:
             raise ValueError(f"hf_prompts = {self.hf_prompts}: must be at least 0")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: must be at least 0")
-        refuse_idle_settings(self.drafter, [self.model, *self.also])
+        # Of an export, only what it holds says whether jacobi takes part (run_evaluate).
+        refuse_idle_settings(self.drafter, [self.model, *self.also, *(() if is_free(self.model) else (Jacobi.method,))])
         if self.drafter.suffix.shared:
             raise ValueError(
                 "drafter.suffix.shared = true: every prompt is answered several times here, and the drafter would know "
@@ -246,12 +252,17 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
 
 def run_evaluate(cfg: EvaluateConfig) -> int:
     """The command: measure, write JSON and HTML, print the table. Returns 1 when a losslessness check is red."""
-    from .evaluate_denoiser import run_denoiser  # which is set and written as here
+    from .evaluate_consistency import run_consistency  # both are set and written as here
+    from .evaluate_denoiser import run_denoiser
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a log has no width of its own
     stored = None if is_free(cfg.model) else stored_denoiser(cfg.model, cfg.revision)
+    consistent = None if stored is not None or is_free(cfg.model) else stored_consistency(cfg.model, cfg.revision)
+    if consistent is not None:
+        return run_consistency(cfg, consistent, console)
+    refuse_idle_settings(cfg.drafter, [cfg.model, *cfg.also])
     if stored is not None:
         return run_denoiser(cfg, stored, console)
     if (cfg.strategies, cfg.thresholds) != (EvaluateConfig.strategies, EvaluateConfig.thresholds):
@@ -268,10 +279,10 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     return 1 if any(row["red"] for row in report["rows"]) else 0
 
 
-def write_report(report: Row, cfg: EvaluateConfig) -> tuple[Path, Path]:
-    """Write the JSON and the HTML report; the partial results are then done with."""
+def write_report(report: Row, cfg: EvaluateConfig, page: str | None = None) -> tuple[Path, Path]:
+    """Write the JSON and the HTML report (`page`, default `html`); the partial results are then done with."""
     paths = json_path(cfg), Path(cfg.html) if cfg.html else json_path(cfg).with_suffix(".html")
-    for path, text in zip(paths, (json.dumps(report, indent=1, allow_nan=False), html(report)), strict=True):
+    for path, text in zip(paths, (json.dumps(report, indent=1, allow_nan=False), page or html(report)), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     _partial_path(cfg).unlink(missing_ok=True)
@@ -316,7 +327,7 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
             Arm(f"{name} {tree} K={k}{at}", "draft", temperature, _decode(cfg, tree, k, drafter), name)
             for name, drafter in drafters.items()
             for tree in cfg.trees
-            for k in cfg.k
+            for k in _depths(cfg, drafter)
             if _reaches(drafter, k) and fits(tree, drafter)
         ]
         if not drafts and any(_reaches(drafter, k) for drafter in drafters.values() for k in cfg.k):
@@ -338,6 +349,12 @@ def _decode(cfg: EvaluateConfig, tree: str, k: int, drafter: Any) -> DecodeConfi
     if not TREES[tree].chain or hasattr(drafter, "propose"):
         return decode  # proposals have no fixed length: padded, their steps without a candidate would not be plain ones
     return replace(decode, fixed_width=chain_width(drafter, decode))
+
+
+def _depths(cfg: EvaluateConfig, drafter: Any) -> tuple[int, ...]:
+    """`k`, or the depth that a drafter's own settings say (jacobi: the block)."""
+    own = getattr(drafter, "own_depth", None)
+    return cfg.k if own is None else (own,)
 
 
 def _reaches(drafter: Any, k: int) -> bool:
@@ -415,16 +432,17 @@ def _answer(target: Target, drafters: dict[str, Any], arm: Arm, ids: list[int], 
     drafter = drafters[arm.drafter] if arm.drafter else None
     start = time.perf_counter()
     result = generate(target, [ids], params, drafter=drafter, decode=arm.decode)[0]
-    return _to_sample(result, arm, time.perf_counter() - start)
+    return to_sample(result, arm.name, time.perf_counter() - start)
 
 
-def _to_sample(result: Result, arm: Arm, seconds: float) -> Sample:
+def to_sample(result: Result, arm: str, seconds: float) -> Sample:
+    """The counts of one answer of an arm; prompt, turn and category are filled in by the caller."""
     stats = result.stats
     return Sample(
         "",
         0,
         "",
-        arm.name,
+        arm,
         result.ids,
         seconds,
         stats.prompt_tokens,

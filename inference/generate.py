@@ -5,6 +5,7 @@ draftsmith generate --target smollm2 --prompt "What is a monad?" --temperature 0
 draftsmith generate --target smollm2 --model ngram --k 8 --prompt "Repeat this three times: ..."
 draftsmith generate --model CONVERTED --threshold 0.8 --prompt "..."            # a denoiser, by diffusion
 draftsmith generate --model CONVERTED --self_draft true --k 3 --prompt "..."    # it drafts for the model it was
+draftsmith generate --model CONSISTENT --prompt "..."                           # a consistency model, by jacobi
 pytest tests/test_generate.py tests/test_denoiser_commands.py
 """
 
@@ -23,8 +24,10 @@ from rich.style import Style
 from ..losses.probs import SamplingParams
 from ..models import FreeSettings
 from ..models.denoiser import Denoiser
+from ..models.jacobi import Jacobi
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
+from .consistency_folder import jacobi_of, load_consistency, stored_consistency
 from .denoisers import Stored, complete, decode_of_denoiser, load_base, load_denoiser, stored_denoiser
 from .diffuse import DiffuseConfig, diffuse
 from .load import class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
@@ -43,13 +46,14 @@ class GenerateConfig:
     prompt: str
     """The user's message (or, with `raw`, the text to go on from)."""
     model: str | None = None
-    """Export folder or Hub id of a drafter or of a denoiser (adapters, merged, or LLaDA's and others' layouts); or, for
-    any target and without training, ngram, suffix, recycling, lookahead or lm:MODEL (folder or Hub id of a small language
-    model); without it the target decodes on its own."""
+    """Export folder or Hub id of a drafter, of a consistency model, or of a denoiser (adapters, merged, or LLaDA's and
+    others' layouts); or, for any target and without training, ngram, suffix, recycling, lookahead, jacobi or lm:MODEL
+    (folder or Hub id of a small language model); without it the target decodes on its own."""
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that an export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
-    """Settings of the training-free drafters."""
+    """Settings of the training-free drafters. Of a consistency model: those of `jacobi` that are not the usual ones take
+    the place of the folder's."""
     revision: str | None = None
     """Revision of `model` on the Hub."""
     target_revision: str | None = None
@@ -63,7 +67,7 @@ class GenerateConfig:
     stream: bool = True
     """Print text as it is committed."""
     k: int = DecodeConfig.k
-    """Tokens drafted per pass, at most what the drafter has."""
+    """Tokens drafted per pass, at most what the drafter has; of jacobi its block says how many."""
     tree: str = DecodeConfig.tree
     """Shape of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped or ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
@@ -137,10 +141,14 @@ def run_generate(cfg: GenerateConfig) -> None:
     """
     free = is_free(cfg.model)
     stored = stored_denoiser(cfg.model, cfg.revision) if cfg.model and not free else None
-    refuse_idle_settings(cfg.drafter, [cfg.model])
+    model = stored_consistency(cfg.model, cfg.revision) if cfg.model and not free and stored is None else None
+    refuse_idle_settings(cfg.drafter, [cfg.model if model is None else Jacobi.method])
     refuse_idle_flags(cfg, stored is not None)
     if stored is not None:
         run_denoiser(cfg, stored)
+        return
+    if model is not None:
+        run_consistency(cfg, model)
         return
     sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
     export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model and not free else None
@@ -167,20 +175,51 @@ def run_generate(cfg: GenerateConfig) -> None:
         drafter = free_drafter(cfg.model, target, cfg.drafter)
     elif cfg.model:
         drafter = load_drafter(cfg.model, target, revision=cfg.revision)
+    respond(cfg, target, drafter, sampling, decode, export["train_length"] if export else None)
+
+
+def respond(
+    cfg: GenerateConfig,
+    target: Target,
+    drafter: Any,
+    sampling: SamplingParams,
+    decode: DecodeConfig,
+    trained: int | None,
+    *about: str,
+) -> None:
+    """Answer, and print the answer, `about` and the statistics. `trained`: the longest texts of the drafter's training."""
     console = Console(highlight=False)
     ids = prompt_ids(target, cfg)
-    trained = export["train_length"] if export else None
     if trained and len(ids) > trained:
         console.print(
             visible(
-                f"note: the prompt has {len(ids)} tokens, the drafter was trained on up to {trained}; "
+                f"note: the prompt has {len(ids)} tokens, the {'model' if about else 'drafter'} was trained on up to {trained}; "
                 "the answer is right, acceptance may be lower"
             )
         )
     start = time.perf_counter()
     result = answer(target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
-    for line in summary(result, time.perf_counter() - start, drafter, decode):
+    for line in [*about, *summary(result, time.perf_counter() - start, drafter, decode)]:
         console.print(visible(line), style="dim", soft_wrap=True)
+
+
+def run_consistency(cfg: GenerateConfig, stored: Stored) -> None:
+    """`run_generate` of a consistency model: the model itself, decoded by jacobi as its folder says."""
+    for name in ("target", "target_revision", "trust_remote_code"):
+        if value := getattr(cfg, name):
+            raise ValueError(
+                f"{name} = {value!r}: the weights of {cfg.model} stand alone; leave it out (--target {cfg.model} alone decodes "
+                "plainly)"
+            )
+    settings = jacobi_of(stored, cfg.drafter.jacobi)
+    sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
+    refuse_tree(Jacobi, decode)
+    refuse_rule(Jacobi, decode, [sampling])
+    target = load_consistency(stored, dtype=cfg.dtype, device=cfg.device)
+    drafter = Jacobi(settings, target.facts)
+    drafter.bind(target)
+    line = ", ".join(f"{f.name} {value}" for f in fields(settings) if (value := getattr(settings, f.name)) is not None)
+    respond(cfg, target, drafter, sampling, decode, stored.ours["train_length"], f"decoded by jacobi: {line}")
 
 
 def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:

@@ -201,7 +201,7 @@ def plot_acceptance(drafts: Sequence[Row]) -> Markup:
     axes.xaxis.get_major_locator().set_params(integer=True)
     if drafts:
         axes.legend(frameon=False)
-    return _svg(figure, "acceptance")
+    return svg(figure, "acceptance")
 
 
 def plot_speed(rows: Sequence[Row]) -> Markup:
@@ -215,7 +215,7 @@ def plot_speed(rows: Sequence[Row]) -> Markup:
         axes.barh(i, value, xerr=error, capsize=3, color=COLOURS[0 if row["draft_length"] else 5])
     axes.set_yticks(range(len(shown)), [safe_label(row["name"]) for row in shown])
     axes.invert_yaxis()
-    return _svg(figure, "speed")
+    return svg(figure, "speed")
 
 
 def plot_time(rows: Sequence[Row]) -> Markup:
@@ -232,7 +232,7 @@ def plot_time(rows: Sequence[Row]) -> Markup:
     axes.invert_yaxis()
     if shown:
         axes.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.4, 1.25))
-    return _svg(figure, "time")
+    return svg(figure, "time")
 
 
 def pieces(tokenizer: Any, ids: Sequence[int], from_draft: Sequence[bool]) -> list[Row]:
@@ -296,7 +296,7 @@ def new_axes(x: str, y: str, height: float = 3.2) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _svg(figure: Figure, name: str) -> Markup:
+def svg(figure: Figure, name: str) -> Markup:
     """The figure as an inline element; `name` keeps the ids of several figures on one page apart."""
     import matplotlib
 

@@ -32,6 +32,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ from .lookup import Pool, Sketch, collect, news, to_tree
 from .ngram import NgramConfig, Text
 from .tree import Proposal, Tree
 
-CHUNK = 256  # places that start guesses are drawn for at a time
+CHUNK = 64  # places that start guesses are drawn for at a time
 RETRIEVE = NgramConfig()
 
 
@@ -103,10 +104,15 @@ class JacobiConfig:
         return self.block - known + behind
 
 
-def start_uniforms(prompt: Sequence[int], first: int, count: int) -> Tensor:
-    """float64 [count] the uniforms of start guesses at places `first`... of the answer to this prompt."""
-    seed = zlib.crc32(b"".join(int(x).to_bytes(4, "little") for x in prompt))
-    return numbers.uniform(seed, numbers.START, torch.arange(first, first + count))
+def prompt_seed(prompt: Sequence[int]) -> int:
+    """What the start guesses of a request are keyed by: its prompt alone, so that it repeats itself in any batch."""
+    return zlib.crc32(b"".join(int(x).to_bytes(4, "little") for x in prompt))
+
+
+@lru_cache(maxsize=256)
+def start_uniforms(seed: int, first: int, count: int) -> tuple[float, ...]:
+    """Uniforms of the start guesses at places `first`... of an answer."""
+    return tuple(numbers.uniform(seed, numbers.START, torch.arange(first, first + count)).tolist())
 
 
 @dataclass
@@ -250,11 +256,11 @@ class Jacobi:
             token = row.anchor if config.mask_id is None else config.mask_id
             return [token] * len(places)
         while len(row.drawn) < places.stop:
-            u = start_uniforms(row.prompt, len(row.drawn), CHUNK).tolist()
+            uniforms = start_uniforms(prompt_seed(row.prompt), len(row.drawn), CHUNK)
             ids: Sequence[int] = range(self.facts.tokens)
             if config.start == "prompt":
                 ids = [x for x in row.prompt if x < self.facts.tokens] or [row.anchor]
-            row.drawn += [ids[math.floor(x * len(ids))] for x in u]
+            row.drawn += [ids[math.floor(x * len(ids))] for x in uniforms]
         return row.drawn[places.start : places.stop]
 
     def learn(self, row: Row, tokens: list[int], rejected: list[int], kept: int) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.inference.check import CheckConfig, check_export
 from draftsmith.inference.consistency_folder import (
-    decode_of,
+    jacobi_of,
     load_consistency,
     replayed,
     save_consistency,
@@ -144,9 +144,9 @@ def test_the_folder_says_what_it_is(exported: Path) -> None:
     assert (ours["decode"]["start"], ours["decode"]["mask_id"], ours["mask_id"]) == ("mask", 280, 280)
     assert ours["target"]["name"] == "small" and ours["sha256"] == sha256_of(exported / "model.safetensors")
     stored = stored_consistency(str(exported))
-    assert stored is not None and decode_of(stored) == JacobiConfig(block=8, start="mask", mask_id=280)
-    assert decode_of(stored, JacobiConfig(block=4)) == JacobiConfig(block=4, start="mask", mask_id=280)
-    assert decode_of(stored, JacobiConfig(start="last")).start == "last"
+    assert stored is not None and jacobi_of(stored) == JacobiConfig(block=8, start="mask", mask_id=280)
+    assert jacobi_of(stored, JacobiConfig(block=4)) == JacobiConfig(block=4, start="mask", mask_id=280)
+    assert jacobi_of(stored, JacobiConfig(start="last")).start == "last"
     assert stored_denoiser(str(exported)) is None
     card = (exported / "README.md").read_text()
     for words in (

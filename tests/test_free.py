@@ -44,7 +44,7 @@ CHAIN, TREE = DecodeConfig(k=4), DecodeConfig(k=4, tree="static", nodes=12, widt
 SHAPES = {"chain": CHAIN, "tree": TREE}
 
 
-SMALL = {"lookahead": {"window": 3, "n": 4}}  # where thousands of rows run
+SMALL = {"lookahead": {"window": 3, "n": 4}, "jacobi": {"block": 4}}  # where thousands of rows run
 
 
 def make(method: str, facts: Any = FACTS, target: Any = None, **settings: Any) -> Any:
@@ -402,7 +402,10 @@ def test_greedy_identity(looping: Any, method: str, shape: str, rows: int) -> No
     results = generate(looping, prompts, params, drafter, replace(SHAPES[shape], max_rows=rows))
     assert ids_of(results) == plain
     total = sum((r.stats for r in results[1:]), results[0].stats)
-    assert total.from_draft > 30 and total.drafted > total.from_draft, (total.from_draft, total.drafted)
+    least = (
+        0 if method == "jacobi" and shape == "chain" else 30
+    )  # its guesses follow from wrong ones; tests/test_jacobi.py
+    assert total.from_draft > least and total.drafted > total.from_draft, (total.from_draft, total.drafted)
 
 
 @pytest.mark.parametrize("method", TRAINING_FREE)
@@ -418,7 +421,7 @@ def test_greedy_identity_where_nothing_repeats(tiny: Any, method: str) -> None:
 def test_fixed_width_gives_the_bits_of_plain_decoding(method: str) -> None:
     """fp32; the drafts' lengths differ from step to step, the width does not."""
     real = tiny_target(width=32, layers=2)
-    drafter = make(method, target=real)
+    drafter = make(method, target=real, **({"block": 3} if method == "jacobi" else {}))  # which says how deep it drafts
     width = 4 + getattr(drafter, "extra_rows", 0)
     decode = DecodeConfig(k=3, fixed_width=width, keep_logits=True)
     prompts, params = prompts_of(3, real.facts.tokens), SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -480,7 +483,8 @@ def test_the_joint_law_of_sampled_answers(scripted: Any, method: str, shape: str
     each = [replace(params, seed=i) for i in range(n)]
     decode = replace(SHAPES[shape], max_rows=n)
     results = generate(real, [SAMPLED_PROMPT] * n, each, drafter, decode)
-    assert results[0].stats.rule == "target_only" and sum(r.stats.from_draft for r in results) > n / 3
+    rule = "ratio" if getattr(drafter, "draws", False) else "target_only"
+    assert results[0].stats.rule == rule and sum(r.stats.from_draft for r in results) > n / 3
     assert p_value(results, law(params, 4)) > 1e-3
 
 
@@ -615,6 +619,8 @@ def test_a_text_that_repeats_itself_takes_fewer_passes(scripted: Any, method: st
     real = scripted.Target(cycle, 12)
     result = generate(real, [[3, 4]], SamplingParams(max_new_tokens=201), make(method, target=real), SHAPES[shape])[0]
     assert result.ids == [(5 + i) % 9 for i in range(201)]
+    if method == "jacobi" and shape == "chain":
+        return  # has no memory: what it guesses behind a wrong token is as wrong
     assert len(real.passes) == 1 + result.stats.verifies and result.stats.tau > 3.5, result.stats.tau
 
 

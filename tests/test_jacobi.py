@@ -1,16 +1,24 @@
 """Jacobi decoding: answers equal to plain decoding, states equal to a loop without a cache, exact sampling with draws that
 stay coupled, convergence maps. CASES B26 (a), B41."""
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from draftsmith.inference.speculate import DecodeConfig, Result, generate
-from draftsmith.losses.probs import SamplingParams
-from draftsmith.models.jacobi import Jacobi, JacobiConfig
+from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate
+from draftsmith.inference.verify import VERIFIERS, Odds
+from draftsmith.losses.probs import History, ParamRows, SamplingParams, probs
+from draftsmith.models.convergence import ABSENT, BlockMap, Trace, convergence
+from draftsmith.models.drafter import Budget, Commit, Prefill, Verified
+from draftsmith.models.jacobi import Jacobi, JacobiConfig, Row, prompt_seed, start_uniforms
 from draftsmith.models.pretrained import tiny_target
+from draftsmith.models.tree import Tree
 
 CHAIN, TREE = DecodeConfig(), DecodeConfig(tree="static", nodes=10, width=3)
 SHAPES = {"chain": CHAIN, "pools": TREE}
@@ -80,3 +88,417 @@ def test_greedy_identity_of_every_setting(plain40: Any, setting: str, shape: str
     each = [SamplingParams(max_new_tokens=8 + 3 * i, ignore_eos=True) for i in range(8)]
     results = generate(real, prompts[:8], each, make(real, **SETTINGS[setting]), replace(SHAPES[shape], max_rows=4))
     assert ids_of(results) == [a[: p.max_new_tokens] for a, p in zip(answers, each, strict=False)]
+
+
+def naive(
+    real: Any, prompt: list[int], length: int, config: JacobiConfig
+) -> tuple[list[int], list[tuple[int, list[int]]]]:
+    """Jacobi decoding of one prompt without a cache: the answer, and per pass the anchor's place and the guesses."""
+
+    def said(ids: list[int]) -> list[int]:
+        line = torch.tensor([ids])
+        states = real.forward(line, torch.arange(len(ids))[None])
+        return real.head(states.last_hidden_BTD)[0, :, : real.facts.tokens].argmax(-1).tolist()
+
+    answer, passes = [said(prompt)[-1]], []
+    guess: dict[int, int] = {}  # by place, where it is in flight
+    n = config.block
+    while len(answer) < length:
+        block, known = divmod(len(answer), n)
+        end = (block + (config.blocks if known / n >= config.spawn else 1)) * n
+        for place in range(len(answer), end):
+            (u,) = start_uniforms(prompt_seed(prompt), place, 1)
+            guess.setdefault(place, prompt[math.floor(u * len(prompt))])
+        places = [place for place in sorted(guess) if place >= len(answer)]
+        chain = [guess[place] for place in places]
+        passes.append((len(answer) - 1, chain))
+        words = said([*prompt, *answer, *chain])[len(prompt) + len(answer) - 1 :]
+        right = next((i for i, (a, b) in enumerate(zip(chain, words, strict=False)) if a != b), len(chain))
+        answer += words[: right + 1]
+        guess |= dict(zip(places, words, strict=False))
+    return answer[:length], passes
+
+
+@pytest.mark.parametrize("settings", [{"block": 4}, {"block": 16}, {"block": 4, "blocks": 2, "spawn": 0.5}], ids=str)
+def test_b26_states_are_those_of_a_loop_without_a_cache(plain40: Any, settings: dict[str, Any]) -> None:
+    real, prompts, answers = plain40
+    drafter = make(real, **settings)
+    drafter.record = True
+    params = SamplingParams(max_new_tokens=32, ignore_eos=True)
+    results = generate(real, prompts[:6], params, drafter, DecodeConfig(max_rows=4))
+    for prompt, answer, result, trace in zip(prompts, answers, results, drafter.traces, strict=False):
+        want, passes = naive(real, prompt, 32, drafter.config)
+        assert want == answer == result.ids
+        assert trace.passes == passes and result.stats.verifies == len(passes)
+
+
+def test_b41_exact_ties_and_drafts_that_are_all_right_or_all_wrong(scripted: Any) -> None:
+    def ties(before: Tensor, last: Tensor, at: Tensor) -> Tensor:
+        logits = torch.zeros(*last.shape, 6)
+        logits[..., [2, 4]] = 1.0
+        logits[..., 5] = 2.0 * (at % 3 == 0)
+        return logits
+
+    params = SamplingParams(max_new_tokens=30)
+    for shape in SHAPES.values():
+        real = scripted.Target(ties, 6)
+        got = generate(real, [[1, 2]], params, make(real, block=5), shape)[0]
+        assert got.ids == generate(real, [[1, 2]], params)[0].ids and {2, 5} == set(got.ids)
+
+        same = scripted.Target(lambda before, last, at: torch.nn.functional.one_hot(last, 6).double(), 6)
+        right = generate(same, [[3]], replace(params, max_new_tokens=33), make(same, block=8, start="last"), shape)[0]
+        # The first token is the prefill's; the first block has 7 places left, and one token follows each pass.
+        assert right.ids == [3] * 33 and right.stats.verifies == 4 and right.stats.from_draft == 28
+
+    count = scripted.Target(lambda before, last, at: torch.nn.functional.one_hot((last + 1) % 64, 64).double(), 64)
+    wrong = generate(count, [[0]], params, make(count, block=8, start="last"))[0]
+    assert wrong.ids == list(range(1, 31)) and wrong.stats.from_draft == 0 and wrong.stats.verifies == 29
+
+
+def test_stops_budgets_and_penalties(plain40: Any) -> None:
+    """An end inside a block and inside an accepted run; the seen tokens that penalties count."""
+    real, prompts, answers = plain40
+    for params in (
+        SamplingParams(max_new_tokens=30, ignore_eos=True, stop_ids=(answers[0][13], answers[1][6], answers[2][21])),
+        SamplingParams(max_new_tokens=30, min_new_tokens=20, stop_ids=(answers[0][5],)),
+        SamplingParams(max_new_tokens=30, repetition_penalty=1.3, frequency_penalty=0.2, ignore_eos=True),
+        SamplingParams(max_new_tokens=1),
+    ):
+        want = generate(real, prompts[:4], params)
+        for shape in SHAPES.values():
+            got = generate(real, prompts[:4], params, make(real, block=8), shape)
+            assert ids_of(got) == ids_of(want) and [r.stop_reason for r in got] == [r.stop_reason for r in want]
+
+
+def test_fixed_width_gives_the_bits_of_plain_decoding() -> None:
+    real = tiny_target(width=32, layers=2)
+    drafter = make(real, block=6, blocks=2, spawn=0.8)
+    width = chain_width(drafter, CHAIN)
+    assert width == 1 + drafter.own_depth == 1 + 7
+    decode = DecodeConfig(fixed_width=width, keep_logits=True)
+    prompts, params = prompts_of(3, real.facts.tokens), SamplingParams(max_new_tokens=20, ignore_eos=True)
+    plain, got = (generate(real, prompts, params, some, decode) for some in (None, drafter))
+    assert ids_of(got) == ids_of(plain)
+    assert all(torch.equal(a.logits, b.logits) for a, b in zip(got, plain, strict=True))  # type: ignore[arg-type]
+
+
+def test_blocks_are_counted_in_the_answer(scripted: Any) -> None:
+    """How far the chain reaches; and a mask that no tokenizer has is read, never committed."""
+    count = scripted.Target(
+        lambda before, last, at: torch.nn.functional.one_hot((last + 1) % 9, 12).double(), 12, tokens=9
+    )
+    params = SamplingParams(max_new_tokens=12)
+    for settings, ends in (
+        ({"block": 4}, [4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12]),
+        ({"block": 4, "blocks": 2, "spawn": 0.5}, [4, 8, 8, 8, 8, 12, 12, 12, 12, 16, 16]),
+        ({"block": 2, "blocks": 3, "spawn": 0.0}, [6, 8, 8, 10, 10, 12, 12, 14, 14, 16, 16]),
+        ({"block": 4, "window": "slide"}, list(range(5, 16))),
+        ({"block": 1}, list(range(2, 13))),
+    ):
+        drafter = make(count, start="mask", mask_id=10, **settings)
+        drafter.record = True
+        result = generate(count, [[0]], params, drafter)[0]
+        assert result.ids == [(1 + i) % 9 for i in range(12)]
+        assert [1 + anchor + len(guesses) for anchor, guesses in drafter.traces[0].passes] == ends, settings
+        assert all(len(guesses) <= drafter.own_depth for _, guesses in drafter.traces[0].passes)
+
+
+# Branches
+
+
+def test_branches_hold_what_was_rejected_said_and_read(scripted: Any) -> None:
+    """Pools by hand: places of a row's states, rejected runs, the prompt; a branch is accepted where the chain is wrong."""
+    row = Row(past=[(3, [1, 2, 3]), (4, [5, 6, 7]), (6, [8, 9])])
+    assert row.across(3) == [(2, 6, 8), (3, 7, 9)]
+    row.past[1] = (4, [5, 6])
+    assert row.across(3) == [(2, 6, 8)] and row.across(4) == []
+    real = scripted.Target(lambda before, last, at: torch.nn.functional.one_hot((last + 1) % 9, 12).double(), 12)
+    drafter = make(real, block=6, ngram=4, recycle=2, pool=2)
+    row = Row(made=5, guesses=[3, 4, 7, 8, 1], end=12)
+    rejected = drafter.move(row, [3, 4, 5], [9, 2, 6])
+    assert rejected == [7, 8, 1] and row.guesses[:2] == [9, 2] and row.made == 8
+    drafter.learn(row, [3, 4, 5], rejected, 2)
+    assert row.recycled == {7: [(8, 1)], 8: [(1,)]} and row.past == [(7, [5, 9, 2])]
+    long = SamplingParams(max_new_tokens=60)
+    for settings, most in (
+        ({"recycle": 0, "pool": 0}, 59), ({"recycle": 0}, 35), ({"pool": 0}, 59), ({"retrieve": True, "pool": 0}, 35)
+    ):  # fmt: skip
+        result = generate(real, [[0, 1, 2]], long, make(real, block=6, start="last", **settings), TREE)[0]
+        assert result.ids == [(3 + i) % 9 for i in range(60)] and result.stats.verifies <= most, settings
+        chain = generate(real, [[0, 1, 2]], long, make(real, block=6, start="last", **settings))[0]
+        assert chain.ids == result.ids and chain.stats.verifies == 59  # a chain has no branches
+
+
+# The convergence map
+
+
+def test_convergence_maps_by_hand() -> None:
+    trace = Trace([(0, [5, 6, 9]), (1, [5, 3]), (2, [3])])
+    #  pass 0: 1 [5 6 9]; pass 1: 1 2 [5 3]; pass 2: 1 2 4 [3]; then 1 2 4 3, and 8 behind it
+    first, second = convergence(trace, [1, 2, 4, 3, 8], 4)
+    assert first == BlockMap(0, 0, [[1, 5, 6, 9], [1, 2, 5, 3], [1, 2, 4, 3], [1, 2, 4, 3]], [0, 1, 2, 1])
+    assert first.passes == 3 and second == BlockMap(4, 3, [[8]], [0]) and second.passes == 0
+    again = Trace([(0, [7, 7, 7, 7, 7]), (2, [7, 4, 7])])  # place 4 is right, then wrong, and right at last
+    maps = convergence(again, [1, 7, 5, 7, 7, 9], 3)
+    assert maps[0] == BlockMap(0, 0, [[1, 7, 7], [1, 7, 5]], [0, 0, 1])
+    assert maps[1] == BlockMap(3, 0, [[7, 7, 7], [7, 4, 7], [7, 7, 9]], [0, 2, 2])
+    slide = convergence(Trace([(0, [4]), (1, [5])]), [1, 2, 3], 3)
+    assert slide == [BlockMap(0, 0, [[1, 4, ABSENT], [1, 2, 5], [1, 2, 3]], [0, 1, 2])]
+    assert convergence(Trace(), [4], 4) == [BlockMap(0, 0, [[4]], [0])]
+
+
+def test_a_target_that_looks_at_places_alone_converges_in_one_pass(scripted: Any) -> None:
+    real = scripted.Target(lambda before, last, at: torch.nn.functional.one_hot(at % 7, 9).double(), 9)
+    drafter = make(real, block=8, start="mask", mask_id=8)
+    drafter.record = True
+    params = [SamplingParams(max_new_tokens=n) for n in (32, 11)]
+    results = generate(real, [[1], [2, 3]], params, drafter, replace(CHAIN, max_rows=1))
+    for trace, result in zip(drafter.traces, results, strict=True):
+        maps = convergence(trace, result.ids, 8)
+        assert [m.first for m in maps] == list(range(0, len(result.ids), 8))
+        assert [x for m in maps for x in m.states[-1]] == result.ids
+        assert all(max(m.right) <= 1 for m in maps) and maps[0].passes == 2
+        assert result.stats.verifies == len(trace.passes)
+
+
+# Sampling
+
+
+V = 4
+P_VVV = torch.randn(V, V, V, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1.2
+PROMPT = [1, 2]
+
+
+def by_table(before: Tensor, last: Tensor, at: Any) -> Tensor:
+    return P_VVV[before.clamp(min=0), last]
+
+
+def law(params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    exact: dict[tuple[int, ...], float] = {}
+    for tokens in product(range(V), repeat=length):
+        chance = 1.0
+        for i, x in enumerate(tokens):
+            before, last = [*PROMPT, *tokens[:i]][-2:]
+            chance *= float(probs(P_VVV[before, last][None], params)[0, x])
+        exact[tokens] = chance
+    return exact
+
+
+def p_value(results: list[Result], exact: dict[tuple[int, ...], float]) -> float:
+    """Chi-square of the answers; cells with fewer than 10 expected are pooled."""
+    seen: dict[tuple[int, ...], int] = {}
+    for result in results:
+        seen[tuple(result.ids)] = seen.get(tuple(result.ids), 0) + 1
+    n = len(results)
+    common = {x: chance * n for x, chance in exact.items() if chance * n >= 10}
+    statistic = sum((seen.get(x, 0) - want) ** 2 / want for x, want in common.items())
+    rare = n - sum(common.values())
+    statistic += (n - sum(seen.get(x, 0) for x in common) - rare) ** 2 / max(rare, 1e-9)
+    half = torch.tensor([len(common) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+MODES = {
+    "ratio": (CHAIN, {}),
+    "slide": (CHAIN, {"window": "slide"}),
+    "two blocks": (replace(CHAIN, verifier="ratio_tree"), {"blocks": 2, "spawn": 0.3}),
+    "block": (replace(CHAIN, verifier="block"), {}),
+    "top tokens": (replace(CHAIN, verifier="target_only"), {}),
+    "branches": (DecodeConfig(tree="dynamic", nodes=6, width=2), {"ngram": 3}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_joint_law_of_sampled_answers(scripted: Any, mode: str) -> None:
+    """Tokens 1 to 4 jointly, 256 cells; the draws of the later ones outlive a rejection."""
+    decode, settings = MODES[mode]
+    real, n = scripted.Target(by_table, V), 6_000
+    params = SamplingParams(temperature=0.9, max_new_tokens=4)
+    each = [replace(params, seed=i) for i in range(n)]
+    results = generate(real, [PROMPT] * n, each, make(real, block=3, **settings), replace(decode, max_rows=n))
+    wanted = {"branches": "target_only"}.get(mode, decode.verifier.replace("auto", "ratio"))
+    assert max(results, key=lambda r: r.stats.verifies).stats.rule == wanted
+    assert sum(r.stats.from_draft for r in results) > n / 3
+    assert p_value(results, law(params, 4)) > 1e-3
+
+
+def test_sample_match_repeats_plain_sampling(scripted: Any) -> None:
+    """Token for token, temperatures and penalties mixed; guesses are the target's own draws, so they settle."""
+    each = [
+        SamplingParams(temperature=0.8, max_new_tokens=40, seed=3),
+        SamplingParams(temperature=0.0, max_new_tokens=25, repetition_penalty=1.2),
+        SamplingParams(temperature=1.0, top_p=0.9, max_new_tokens=30, seed=9, presence_penalty=0.5),
+    ]
+    prompts = [[1, 2], [0, 3, 1], [2, 2]]
+    real = scripted.Target(by_table, V)
+    plain = ids_of(generate(real, prompts, each))
+    for shape in SHAPES.values():
+        got = generate(real, prompts, each, make(real, block=6), replace(shape, verifier="sample_match"))
+        assert ids_of(got) == plain and sum(r.stats.from_draft for r in got) > 20
+        alone = generate(real, prompts[:1], each[0], make(real, block=6), shape)[0].ids
+        assert (
+            generate(real, prompts, each, make(real, block=6), shape)[0].ids == alone
+        )  # the seed's, whatever the batch
+
+
+def test_draws_of_their_own_keep_more_than_the_targets_draws_and_top_tokens(scripted: Any) -> None:
+    """Why `auto` takes ratio: maximal agreement of two laws, where a shared uniform agrees less."""
+    real = scripted.Target(lambda before, last, at: P_VVV[last, at % V] + 0.5 * P_VVV[before.clamp(min=0), last], V)
+    each = [SamplingParams(temperature=1.0, max_new_tokens=60, seed=i, ignore_eos=True) for i in range(60)]
+    tau = {}
+    for rule in ("auto", "sample_match", "target_only", "block"):
+        decode = DecodeConfig(verifier=rule, max_rows=60)
+        results = generate(real, [PROMPT] * 60, each, make(real, block=8), decode)
+        tau[rule] = sum(r.stats.committed - 1 for r in results) / sum(r.stats.verifies for r in results)
+    assert tau["auto"] > max(tau["sample_match"], tau["target_only"]), tau
+
+
+@dataclass
+class World:
+    """One branch of the enumeration: its chance, the uniforms by position that it has fixed, the answer so far, the
+    drafter's row, and what the last round verified."""
+
+    mass: float
+    uniforms: dict[int, float]
+    answer: list[int]
+    row: Row
+    new: list[int]  # the anchor of the last round and what it accepted
+    tokens: list[int] = field(default_factory=list)
+
+
+def enumerate_law(p_VV: Tensor, rule: str, fresh: bool, block: int, length: int, rounds: int) -> float:
+    """Largest error of the joint law of `length` tokens behind the first one, after so many rounds of the drafter with
+    this rule, every uniform split where any row's tokens change; what is missing then is the target's. `fresh`: draws
+    of places are new in every round."""
+    v = len(p_VV)
+    facts = SimpleNamespace(vocab=v, tokens=v)
+    drafter = Jacobi(JacobiConfig(block=block), facts)  # type: ignore[arg-type]
+    edges = sorted({0.0, 1.0, *(x for row in p_VV.cumsum(1).tolist() for x in row if x < 1 - 1e-12)})
+    cells = [((a + b) / 2, b - a) for a, b in pairwise(edges) if b - a > 0]
+    prompt = [1, 0]
+    place = Prefill(1, 0, torch.device("cpu"), torch.float64)
+    worlds = [World(1.0, {}, [0], drafter.init(place)[0], prompt)]
+    done: dict[tuple[int, ...], float] = {}
+    for number in range(rounds):
+        split: list[World] = []
+        for world in worlds:
+            made, left = len(world.answer), len(world.row.guesses) + 1 - len(world.new)
+            needed = [] if number == 0 else range(made, min(made + left, world.row.end))
+            places = [len(prompt) + p for p in needed if fresh or len(prompt) + p not in world.uniforms]
+            for combination in product(cells, repeat=len(places)):
+                chosen = world.uniforms | {p: u for p, (u, _) in zip(places, combination, strict=True)}
+                mass = world.mass * math.prod(weight for _, weight in combination)
+                split.append(replace(world, mass=mass, uniforms=chosen, row=replace(world.row)))
+        b = len(split)
+        wide = max(len(world.new) for world in split)
+        ends = torch.tensor([[len(prompt) + len(w.answer) - 1 - len(w.new)] for w in split])
+        commit = Commit(
+            torch.tensor([w.new + [0] * (wide - len(w.new)) for w in split]),
+            torch.tensor([len(w.new) for w in split]),
+            ends + torch.arange(wide),
+            torch.tensor([w.answer[-1] for w in split]),
+        )
+        if number:
+            m = max(len(w.tokens) for w in split)
+            tokens_BM = torch.tensor([w.tokens + [0] * (m - len(w.tokens)) for w in split])
+            commit.verified = Verified(tokens_BM, torch.ones_like(tokens_BM, dtype=torch.bool), p_VV[tokens_BM].log())
+        asked = [world.uniforms for world in split]
+        coins = SimpleNamespace(
+            drawn=True,
+            params=ParamRows.pack([SamplingParams(temperature=1.0)] * b),
+            history=lambda *_: History(),
+            at_places=lambda at_BN, asked=asked: torch.tensor(
+                [[u.get(p, 0.0) for p in line] for u, line in zip(asked, at_BN.tolist(), strict=True)]
+            ).double(),
+        )
+        rows, tree = drafter.propose([w.row for w in split], commit, Budget(block, block, 1), None, coins)
+        assert tree.q is not None
+        tokens_BM = torch.cat([commit.anchor_B[:, None], tree.tokens_BN], 1)
+        odds = VERIFIERS[rule].probabilities(tree, p_VV[tokens_BM])
+        worlds = []
+        for i, world in enumerate(split):
+            for new, chance in outcomes(tree, odds, i, rule).items():
+                answer, mass = [*world.answer, *new], world.mass * chance
+                if len(answer) > length:
+                    key = tuple(answer[1 : length + 1])
+                    done[key] = done.get(key, 0.0) + mass
+                    continue
+                row = replace(rows[i], guesses=list(rows[i].guesses))
+                accepted = [world.answer[-1], *new[:-1]]
+                worlds.append(World(mass, world.uniforms, answer, row, accepted, tokens_BM[i].tolist()))
+    for world in worlds:
+        for rest in product(range(v), repeat=length + 1 - len(world.answer)):
+            key = (*world.answer[1:], *rest)
+            chance = math.prod(float(p_VV[a, b]) for a, b in pairwise((world.answer[-1], *rest)))
+            done[key] = done.get(key, 0.0) + world.mass * chance
+    return max(
+        abs(done.get(x, 0.0) - math.prod(float(p_VV[a, b]) for a, b in pairwise((0, *x))))
+        for x in product(range(v), repeat=length)
+    )
+
+
+def outcomes(tree: Tree, odds: Odds, row: int, rule: str) -> dict[tuple[int, ...], float]:
+    """The law of what one verification of a chain commits, from its odds."""
+    assert odds.stop_BMV is not None
+    n = int(tree.valid_BN[row].sum())
+    accept, tokens = odds.accept_BN[row, :n].tolist(), tree.tokens_BN[row, :n].tolist()
+    if rule == "block":  # the last one that is good, from the end
+        ends = [math.prod(1 - x for x in accept[i:]) * (accept[i - 1] if i else 1.0) for i in range(n + 1)]
+    else:
+        ends = [math.prod(accept[:i]) * (1 - accept[i] if i < n else 1.0) for i in range(n + 1)]
+    found = {}
+    for i, mass in enumerate(ends):
+        stop_V = odds.stop_BMV[row, i]
+        for x, chance in enumerate((stop_V / stop_V.sum()).tolist()):
+            if mass * chance > 0:
+                found[(*tokens[:i], x)] = mass * chance
+    return found
+
+
+def some_law(v: int, seed: int, heat: float) -> Tensor:
+    return torch.softmax(torch.randn(v, v, generator=torch.Generator().manual_seed(seed)).double() * heat, -1)
+
+
+@pytest.mark.parametrize("heat", [0.5, 2.0])
+@pytest.mark.parametrize(("rule", "fresh", "block"), [("ratio", False, 4), ("ratio", True, 4), ("block", True, 4)])
+def test_two_rounds_of_draws_give_the_targets_law(rule: str, fresh: bool, block: int, heat: float) -> None:
+    """A first round with fixed guesses, two with draws: exact, with uniforms that outlive a rejection too."""
+    assert enumerate_law(some_law(3, 5, heat), rule, fresh, block, 4, 3) < 1e-12
+
+
+def test_fault_kept_draws_under_a_rule_by_paths_are_caught() -> None:
+    """Block verification looks at tokens behind the place where it stops: their uniforms are spent."""
+    assert enumerate_law(some_law(3, 5, 2.0), "block", False, 4, 4, 3) > 1e-4
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block": 0}, "block=0"),
+        ({"blocks": 0}, "blocks=0"),
+        ({"spawn": 1.5}, "spawn=1.5"),
+        ({"window": "wide"}, "window='wide'"),
+        ({"window": "slide", "blocks": 2}, "sliding window has no blocks"),
+        ({"start": "zeros"}, "start='zeros'"),
+        ({"start": "mask"}, "mask_id belongs to"),
+        ({"mask_id": 3}, "mask_id belongs to"),
+        ({"start": "mask", "mask_id": 9}, "0..5"),
+        ({"ngram": 1}, "ngram=1"),
+        ({"recycle": -1}, "recycle=-1"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Jacobi(JacobiConfig(**settings), SimpleNamespace(vocab=6, tokens=6))  # type: ignore[arg-type]
+
+
+def test_a_depth_beside_the_block_is_refused(scripted: Any) -> None:
+    real = scripted.Target(by_table, V)
+    params = SamplingParams(max_new_tokens=4)
+    for k in (4, 6):  # the default, and what the block says
+        generate(real, [[1]], params, make(real, block=6), DecodeConfig(k=k))
+    with pytest.raises(ValueError, match="k=3: the drafts of jacobi are as deep as its own settings say, here 6"):
+        generate(real, [[1]], params, make(real, block=6), DecodeConfig(k=3))

@@ -2,7 +2,8 @@
 
 1. float64, a tiny random-weight target, 300 prompts x 64 tokens: every method x tree x batch {1, 4} against plain
    decoding in the same runtime. Random heads are mostly wrong, so a look-up of the known answers, partly made wrong,
-   rides along as one more drafter, and so do the training-free ones. Bar: not one differing token.
+   rides along as one more drafter, and so do the training-free ones (Jacobi decoding with blocks of 4, 8, 16 and 32; its
+   pools are branches, so chains are without and static trees with them). Bar: not one differing token.
 2. The real target in bf16, chains at a fixed width, K in {2, 4}, batch {1, 4}: the same ids and the same logits, bit by
    bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads; methods without
    one are tested with fresh heads. Bars: no differing id, no differing row of logits.
@@ -33,8 +34,9 @@ from draftsmith.inference.load import free_drafter, load_drafter, read_export_co
 from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate
 from draftsmith.inference.trees import TREES, fits
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models import METHODS, TRAINING_FREE
+from draftsmith.models import METHODS, TRAINING_FREE, FreeSettings
 from draftsmith.models.drafter import Budget, Commit, Prefill
+from draftsmith.models.jacobi import JacobiConfig
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tree import Tree
 
@@ -50,6 +52,7 @@ SHAPES = {
     "ppd": DecodeConfig(k=4, tree="ppd", width=4, nodes=12),
 }
 DRAFTERS = [*METHODS, *TRAINING_FREE, "look-up"]
+BLOCKS = (4, 8, 16, 32)  # of Jacobi decoding: the drafters "jacobi 4", "jacobi 8" ...
 Answer = tuple[list[int], Tensor | None]  # ids, and the logits they were chosen from
 
 
@@ -109,6 +112,8 @@ class Kept:
 
 def fresh(method: str, target: Target) -> Any:
     """An untrained head, by fixed seed; or a drafter that has nothing to train."""
+    if method.startswith("jacobi "):
+        return free_drafter("jacobi", target, FreeSettings(jacobi=JacobiConfig(block=int(method.split()[1]))))
     if method in TRAINING_FREE:
         return free_drafter(method, target)
     torch.manual_seed(0)
@@ -142,7 +147,8 @@ def drafter_for(name: str, target: Target, prompts: list[list[int]], want: list[
     """By method, folder, or the look-up of these answers."""
     if name == "look-up":
         return LookUp(prompts, [ids for ids, _ in want], target.facts.tokens)
-    return fresh(name, target) if name in METHODS or name in TRAINING_FREE else load_drafter(name, target)
+    ours = name in METHODS or name in TRAINING_FREE or name.startswith("jacobi ")
+    return fresh(name, target) if ours else load_drafter(name, target)
 
 
 def run_batches(
@@ -178,9 +184,11 @@ def tokens_float64(
     prompts = random_prompts(prompts_n, target.facts.tokens)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     table = []
-    for method in drafters:
+    for method in (m for d in drafters for m in ([f"jacobi {n}" for n in BLOCKS] if d == "jacobi" else [d])):
         for tree in trees:
             shape = SHAPES[tree]
+            if method.startswith("jacobi") and tree == "dynamic":
+                continue  # chain: without pools; static: with pools; dynamic is the same to it
             if method == "look-up" and tree != "chain":
                 continue  # it proposes chains
             if method != "look-up" and not fits(tree, fresh(method, target)):
@@ -220,7 +228,12 @@ def bits_fixed_width(
     """Part 2: the trained heads `models`, and `drafters` of other methods."""
     trained = {model: read_export_config(model)["draftsmith"]["method"] for model in models}
     everyone = [*models, *(name for name in drafters if name not in trained.values())]
-    cells = [(k, batch, drafter) for k in (2, 4) for batch in (1, 4) for drafter in everyone]
+    cells = [
+        (k, batch, f"jacobi {k}" if drafter == "jacobi" else drafter)
+        for k in (2, 4)
+        for batch in (1, 4)
+        for drafter in everyone
+    ]
     made: list[Any] = []  # target and prompts, when something is left to do
     plain: dict[tuple[int, int], list[Answer]] = {}
     params = SamplingParams(max_new_tokens=new)
