@@ -28,7 +28,7 @@ from draftsmith.data.encode import Sample
 from draftsmith.data.packing import make_batch
 from draftsmith.data.tasks import IDS, VOCABULARY, examples, prompt_ids, sample_of
 from draftsmith.inference.consistency_figures import repeated_share
-from draftsmith.inference.consistency_folder import decode_of, load_consistency, stored_consistency
+from draftsmith.inference.consistency_folder import jacobi_of, load_consistency, stored_consistency
 from draftsmith.inference.speculate import generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
@@ -164,7 +164,7 @@ def test_a_run_leaves_a_model_that_loads(trained: Path) -> None:
         assert str(trained.parent) not in (trained / file).read_text()
     stored = stored_consistency(str(trained / "export"))
     assert stored is not None and stored.ours["method"] == "cllm" and stored.ours["objective"]["block"] == 8
-    assert decode_of(stored) == JacobiConfig(block=8)
+    assert jacobi_of(stored) == JacobiConfig(block=8)
     exported = load_consistency(stored, dtype="float32").model.state_dict()
 
     target = tiny_target()
@@ -179,7 +179,7 @@ def test_a_second_round_starts_from_the_first_ones_model(trained: Path, tmp_path
     argv = [*QUICK, *SHORT, f"target.name={trained / 'export'}", "objective.block=12", "budget.steps=1"]
     assert main([*argv, "evaluate.every=1", "evaluate.probe_every=1", f"run={tmp_path / 'run'}"]) == 0
     stored = stored_consistency(str(tmp_path / "run/export"))
-    assert stored is not None and decode_of(stored).block == 12
+    assert stored is not None and jacobi_of(stored).block == 12
     first = load_target(str(trained / "export"), dtype="float32").facts.fingerprint
     assert stored.ours["target"]["fingerprint"] == first
     assert str(trained) not in (tmp_path / "run/export/config.json").read_text()
