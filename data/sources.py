@@ -208,8 +208,10 @@ def _files(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_dir():
         return sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")))
-    if path.suffix not in SUFFIXES or path.is_file():
-        return [path] if path.suffix in SUFFIXES else []
+    if path.is_file() and path.suffix in SUFFIXES:
+        return [path]
+    if path.suffix not in SUFFIXES and not glob.has_magic(source):
+        return []
     found = sorted(p for p in map(Path, glob.glob(str(path))) if p.is_file())
     if not found:
         raise ValueError(f"data.source = {source!r}: no such file")

@@ -101,7 +101,7 @@ def with_states(
 
 def _answer(talk: Conversation, target: Any, config: TrajectoryConfig) -> tuple[Conversation, Sample]:
     """The conversation with its last answer's ids, and its tokens, of which those ids alone are supervised."""
-    tokenizer, number = target.tokenizer, int.from_bytes(hashlib.sha256(talk.id.encode()).digest()[:8], "big") >> 1
+    tokenizer, number = target.tokenizer, sample_number(talk.id)
     talk = replace(talk, jacobi=None, answer_order=None)
     ids = talk.answer_ids if ids_belong(talk, tokenizer) else None
     sample = encode(talk, tokenizer, number, FAR)
@@ -119,6 +119,11 @@ def _answer(talk: Conversation, target: Any, config: TrajectoryConfig) -> tuple[
         raise Refused("prompt and answer exceed the target's positions")
     place_n = torch.arange(len(sample))
     return talk, replace(sample, supervised=(place_n >= first) & (place_n < first + len(ids)), order=None)
+
+
+def sample_number(name: str) -> int:
+    """A sample id for draws, of a conversation's id."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def _last_answer(sample: Sample) -> tuple[int, int]:

@@ -199,8 +199,13 @@ class Consistency(nn.Module):
         config.check(adapters.config)
         if adapters.target is not target or adapters.dual:
             raise ValueError("these adapters are of another target, or act on noisy rows alone (dual)")
-        self.trained, self.config, self.target, self.adapters = adapters.trained, config, target, adapters
+        self.trained, self.config, self.adapters = adapters.trained, config, adapters
         self.terms = parse_objective(config.objective, method="consistency")
+
+    @property
+    def target(self) -> Target:
+        """Not a module of this one, whose tensors are the trained ones."""
+        return self.adapters.target
 
     def train(self, mode: bool = True) -> Consistency:
         self.adapters.train(mode)
@@ -357,13 +362,14 @@ class Consistency(nn.Module):
         if config.normalise == "blocks":
             loss_R = loss_R / total(shown.loss_BT.long(), blocks.unit_BT).flatten()[at_R]
         terms = Terms({"consistency": loss_R.sum()}, self.metrics(shown, at_R, scored, label_R))
-        if config.ar_weight:
+        if config.ar_weight or not torch.is_grad_enabled():  # guards read it where it has no weight, too
             flat_R, label_R = ar_rows(text)
             scored = compare(
                 self.target.head, clean_XD[flat_R], label_R, smoothing=config.label_smoothing,
                 head_learns=adapters.head_learns,
             )  # fmt: skip
-            terms.losses["ar"] = config.ar_weight * scored.loss_R.sum()
+            if config.ar_weight:
+                terms.losses["ar"] = config.ar_weight * scored.loss_R.sum()
             terms.metrics["ar_loss"] = scored.ce_R.sum(), torch.tensor(float(len(label_R)))
         return terms
 

@@ -3,7 +3,9 @@
 Run: pytest tests/test_collect_states.py
 """
 
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -135,14 +137,10 @@ def test_the_command_takes_answers_in_parts(model: Target, tmp_path: Path) -> No
     assert {t.id: t.jacobi for t in together} == {
         t.id: t.jacobi for t in load_conversations(DataConfig(source=str(tmp_path / "all.jsonl")))
     }
-    run_rollout(
-        RolloutConfig(
-            out=str(tmp_path / "shipped.jsonl"),
-            answers="shipped",
-            data=DataConfig(limit=2),
-            **common | {"target": "tiny"},
-        )
-    )
+    shipped = RolloutConfig(out=str(tmp_path / "x.jsonl"), answers="shipped", data=DataConfig(limit=2), **common)
+    assert [t.id for t in shipped.conversations()] == [t.id for t in load_conversations(DataConfig(limit=2))]
+    with pytest.raises(ValueError, match="blocks are not what the model says"):  # they are SmolLM2's
+        run_rollout(shipped)
 
 
 def test_answers_of_another_model_end_the_run(model: Target, tiny: Callable[..., Target], tmp_path: Path) -> None:
@@ -182,7 +180,7 @@ def test_scripted_trajectories_end_in_greedy_answers(scripted: Any, tokenizer: A
     """B26 (a): the last state is the greedy output; a token over and over is dropped and counted."""
     target: Any = Scripted(scripted, tokenizer)
     out = tmp_path / "a.jsonl"
-    talks = [ask(i) for i in range(40)]
+    talks = [Conversation(f"c{i}", [{"role": "user", "content": "x" * i}]) for i in range(1, 41)]
     params = SamplingParams(max_new_tokens=24)
     greedy = {t.id: generate(target, [prompt_ids(t.messages, tokenizer)], params)[0].ids for t in talks}
     longest = {k: max(len(run) for run in _runs(ids)) for k, ids in greedy.items()}
@@ -300,10 +298,10 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
 
 def test_a_walk_costs_a_few_passes(model: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """All conversations and blocks share a pass: the text's, and one per state but the last."""
-    passes = []
-    forward = model.forward
+    passes: list[Any] = []
+    forward, answered = model.forward, _greedy(model)
     monkeypatch.setattr(model, "forward", lambda *a, **k: passes.append(a[0].shape) or forward(*a, **k))
-    talks = with_states(model, _greedy(model), STATES, 0)
+    talks = with_states(model, answered, STATES, 0)
     monkeypatch.undo()
     deepest = max(len(t.jacobi.passes) for t in talks if isinstance(t, Conversation) and t.jacobi is not None)
     assert 2 < len(passes) <= deepest + 1 <= STATES.block + 1
@@ -318,3 +316,21 @@ def _greedy(model: Target) -> list[Conversation]:
             replace(t, messages=[*t.messages, {"role": "assistant", "content": text}], truncated=True, answer_ids=ids)
         )
     return talks
+
+
+def test_the_benchmark_compares_equal_states(tiny: Callable[..., Target], tmp_path: Path) -> None:
+    """In float64 all ways of collecting find the same states, in the same number."""
+    sys.path.insert(0, str(Path(__file__).parent / "bench"))
+    try:
+        measure = importlib.import_module("trajectories").measure
+    finally:
+        sys.path.pop(0)
+    target = tiny(dtype=torch.float64, width=32, layers=2, heads=2, kv_heads=2)
+    figures = measure(target, [ask(0), ask(2), ask(4)], 12, 4, 2, 1, tmp_path)
+    assert figures["blocks"] == 3 * 3 and figures["blocks_left_out"] == 0 == figures["conversations_dropped"]
+    assert figures["blocks_equal_to_cached"] == {"share": 1.0, "of": 9}
+    assert figures["blocks_equal_to_naive"] == {"share": 1.0, "of": 6}
+    assert (
+        min(figures["tokens_per_second"].values()) > 0
+        and figures["tokens"]["ours"] == figures["tokens"]["cached"] == 36
+    )

@@ -59,6 +59,25 @@ def test_splits_and_truncated_answers_are_chosen(tmp_path: Path) -> None:
         load_conversations(DataConfig(source=source, split="test"))
 
 
+def test_several_files_are_read_in_sorted_order(tmp_path: Path) -> None:
+    """A folder of them, or a pattern; what was answered twice is refused."""
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    write(folder / "part-2.jsonl", [{**CHAT, "id": "b"}])
+    write(folder / "part-1.jsonl.gz", [{**CHAT, "id": "c"}, {**CHAT, "id": "a"}])
+    write(folder / "other.jsonl", [CHAT])
+    (folder / "part-2.jsonl.settings.json").write_text("{}")
+    assert [c.id for c in load_conversations(DataConfig(source=str(folder)))] == ["other.jsonl:1", "c", "a", "b"]
+    assert [c.id for c in load_conversations(DataConfig(source=str(folder / "part-*.jsonl")))] == ["b"]
+    assert [c.id for c in load_conversations(DataConfig(source=str(folder / "part-*.gz")))] == ["c", "a"]
+    with pytest.raises(ValueError, match="no such file"):
+        load_conversations(DataConfig(source=f"{folder}/none-*"))
+    write(folder / "part-3.jsonl", [{**CHAT, "id": "a"}])
+    with pytest.raises(ValueError, match=r"part-3\.jsonl:1: id 'a' was read before; files that are read together"):
+        load_conversations(DataConfig(source=str(folder)))
+    assert len(load_conversations(DataConfig(source=str(folder / "part-?.jsonl")))) == 2
+
+
 def test_the_shipped_set_is_there() -> None:
     for split in ("train", "heldout"):
         conversations = load_conversations(DataConfig(split=split))

@@ -43,7 +43,7 @@ from draftsmith.train.guard import decoding_of, jacobi_probe, judge_of
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["--config", str(ROOT / "configs/consistency_quick.yaml")]
 SHORT = [
-    "data.limit=6", "data.max_length=64", "batch.row_length=64", "batch.rows=1", "evaluate.conversations=2",
+    "data.limit=6", "data.max_length=128", "batch.row_length=128", "batch.rows=1", "evaluate.conversations=2",
     "evaluate.probe_prompts=1", "evaluate.probe_tokens=8",
 ]  # fmt: skip
 main = distill_consistency.main
@@ -59,6 +59,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained")
     argv = [*QUICK, *SHORT, "budget.steps=6", "evaluate.every=3", "evaluate.probe_every=3", "guard.max_rise=9"]
     assert main([*argv, f"run={run}"]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all weights that learns something of the answers, for what can be unlearned again."""
+    run = tmp_path_factory.mktemp("learned")
+    argv = [*QUICK, *SHORT, "data.limit=16", "adapters.kind=full", "objective.ar_weight=1", "budget.steps=24"]
+    assert main([*argv, "optim.lr=1e-2", "evaluate.every=24", "evaluate.probe_every=24", f"run={run}"]) == 0
+    first, last = (x["ar_loss"] for x in lines(run, "heldout"))
+    assert last < first - 3
     return run
 
 
@@ -205,7 +216,7 @@ def same_end(one: Path, two: Path, steps: int) -> None:
 def test_a_resume_is_exact_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty steps are ten and ten, which end in the middle of an epoch; and are what a signal inside accumulation cut."""
     argv = [*QUICK, *SHORT, "adapters.dropout=0.1", "batch.accumulate=2", "budget.steps=20", "evaluate.every=100"]
-    argv.append("evaluate.probe_every=0")
+    argv += ["data.limit=9", "evaluate.probe_every=0"]
     assert main([*argv, f"run={tmp_path / 'one'}"]) == 0
     assert main([*argv, f"run={tmp_path / 'two'}", "budget.stop_at=10"]) == 0
     state, _ = checkpoint.read_state(tmp_path / "two/checkpoints/step-00000010")
@@ -309,13 +320,15 @@ def test_the_judge_holds_figures_against_the_first_ones() -> None:
     assert judge(state, {"ar_loss": 2.0}).score is None  # nothing to choose by where the probe was not due
 
 
-RUIN = [*QUICK, *SHORT, "optim.lr=0.3", "optim.warmup=0", "budget.steps=8", "save.steps=2", "evaluate.every=4"]
-RUIN += ["evaluate.probe_every=4", "guard.max_rise=0.2"]
+RUIN = [*QUICK, *SHORT, "optim.lr=0.1", "optim.warmup=0", "budget.steps=8", "save.steps=2"]
+RUIN += ["evaluate.every=4", "evaluate.probe_every=4", "guard.max_rise=0.2"]
 
 
-def test_the_guard_stops_a_collapse_and_remembers_the_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guard_stops_a_collapse_and_remembers_the_base(
+    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
-    argv = [*RUIN, f"run={run}", "guard.action=stop"]
+    argv = [*RUIN, f"run={run}", "guard.action=stop", f"target.name={learned / 'export'}"]
     assert main([*argv, "budget.stop_at=2"]) == 0
     capsys.readouterr()
     assert main(argv) == 1
@@ -331,10 +344,15 @@ def test_the_guard_stops_a_collapse_and_remembers_the_base(tmp_path: Path, capsy
     assert [x["ar_loss"] for x in lines(run, "heldout")] == [base, now]
 
 
-def test_the_guard_may_warn_and_the_export_is_of_a_step_within_bounds(tmp_path: Path) -> None:
-    argv = [*RUIN, f"run={tmp_path}", "guard.action=warn", "evaluate.every=1", "evaluate.probe_every=1"]
-    argv += ["optim.schedule=wsd", "optim.warmup=0.9", "optim.decay=0.1"]  # tiny steps first
-    assert main([*argv, "save.keep=1"]) == 0
+def test_the_guard_may_warn_and_the_export_is_of_a_step_within_bounds(learned: Path, tmp_path: Path) -> None:
+    argv = [*RUIN, f"target.name={learned / 'export'}", f"run={tmp_path}", "guard.action=warn", "guard.max_repeated=1"]
+    argv += [
+        "optim.schedule=wsd",
+        "optim.warmup=0.99",
+        "optim.decay=0",
+        "evaluate.every=1",
+    ]  # the first steps are small
+    assert main([*argv, "evaluate.probe_every=1", "save.keep=1"]) == 0
     against = [x["step"] for x in lines(tmp_path, "note") if "against" in x]
     assert against and 1 not in against
     best = yaml.safe_load((tmp_path / "export/run.yaml").read_text())["training"]["exported_step"]

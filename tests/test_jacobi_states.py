@@ -93,8 +93,10 @@ def test_states_without_ids_are_refused() -> None:
 def test_samples_have_the_states_at_their_places(tokenizer: Any) -> None:
     """The prompt in all of them; cut as the ids are; each text's from its fixed point on; packed beside one without."""
     ids = tokenizer("abcdefg")["input_ids"]
-    states_In = states(ids=ids)
-    conv = talk(pack_states(states_In, 4, "prompt"), ids)
+    conv = talk(pack_states(states(ids=ids), 4, "prompt"), ids)
+    assert conv.jacobi is not None
+    states_In = unpack_states(conv.jacobi)
+    assert len(states_In) > 3
     plain = encode(dataclasses.replace(conv, jacobi=None), tokenizer, 0, 1000)
     assert plain.states is None
     n = len(plain)

@@ -13,6 +13,7 @@ from draftsmith.data.encode import Sample
 from draftsmith.data.packing import make_batch
 from draftsmith.inference.speculate import generate
 from draftsmith.losses.probs import SamplingParams
+from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import Target
 from draftsmith.models.trajectories import Walk, answer_blocks, first_states
@@ -85,6 +86,31 @@ def test_an_answer_that_is_not_greedy_stays_out(model: Target) -> None:
     assert (
         torch.equal(states_BIT[0, :, 14:22], ids[14:22].expand(states_BIT.shape[1], -1)) and not passes_BT[0, 14].any()
     )
+
+
+def test_a_view_is_what_walks() -> None:
+    """Adapters on: the states are those of decoding with them on; switched off again behind each pass."""
+    model = tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280, dtype=torch.float64)
+    adapters = Adapters(AdapterConfig(rank=2, mask="reserved", mask_id=299), model)
+    dice = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in adapters.trained.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=dice))
+    plain = answered(model)[0]
+    with adapters.view("noisy"):
+        sample = answered(model)[0]
+    assert not torch.equal(plain.ids, sample.ids)
+    blocks = answer_blocks(make_batch([[sample]], None, 7, 1), 8)
+    first_BT = first_states(blocks, "prompt")
+    walk = Walk(model, blocks, lambda: adapters.view("noisy"))
+    states_BIT, _ = walk.to_the_end(first_BT)
+    assert walk.same_BT[0, 6:].all() and not adapters.on
+    assert not Walk(model, blocks).same_BT[0, 6:].all()
+    with adapters.view("noisy"):
+        for lo in range(6, len(sample), 8):
+            wanted = naive(model, sample.ids[:lo], first_BT[0, lo : lo + 8])
+            for i in range(states_BIT.shape[1]):
+                assert torch.equal(states_BIT[0, i, lo : lo + 8], wanted[min(i, len(wanted) - 1)])
 
 
 def test_blocks_begin_with_answers() -> None:

@@ -174,7 +174,7 @@ def train(
         checkpoint.save(folder / "checkpoints", state, settings, drafter, optimisers, accelerator, config.save.keep)
 
     summary = Summary(state)
-    last_save, rate = time.monotonic(), 0.0
+    last_save, rate, looked = time.monotonic(), 0.0, state.step
     logged: dict[str, tuple[float, float]] = {}
     with RunLog(folder, config, accelerator, state.step) as log, Stop() as stop:
         for name in damaged:
@@ -202,6 +202,23 @@ def train(
                     log.write("probe", state.step, figures, f"step {state.step}  probe: {short(figures)}")
             return found
 
+        def look(everything: bool) -> bool:
+            """Measure what is due, hear the judge, and keep the best step. True when the run must end here."""
+            nonlocal start, last_save, looked
+            looked, figures = state.step, measure(everything)
+            verdict = judge(state, figures) if figures else Verdict()
+            if figures and not verdict.against:
+                state.sound = state.step
+            if verdict.score is not None and (state.best is None or verdict.score > state.best):
+                state.best, state.best_step = verdict.score, state.step
+                save()
+                start, last_save = folder / f"checkpoints/step-{state.step:08d}", time.monotonic()
+            if verdict.against:
+                log.write("note", state.step, {"against": verdict.against}, f"step {state.step}  {verdict.against}")
+            if verdict.stop:
+                summary.stopped = verdict.against
+            return verdict.stop
+
         if evaluate_first and not state.step and not state.first:
             first = measure(True)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
@@ -213,6 +230,8 @@ def train(
             if state.window >= stream.windows(state.epoch):
                 state.epoch, state.window = state.epoch + 1, 0
             used = budget_used(config.budget, state, total_steps)
+            if used >= 1.0 and looked != state.step and look(True):  # a skipped step used the budget up
+                break
             state.done = used >= 1.0
             stop_here = config.budget.stop_at is not None and state.step >= config.budget.stop_at
             batches = [b.to(device) for b in stream.window(state.epoch, state.window)]
@@ -309,18 +328,7 @@ def train(
                 log.write("train", state.step, figures, text if log.bar is None else None)
 
             # 9. Held-out figures and the probe, and what the judge says to them.
-            figures = measure(now >= 1.0)
-            verdict = judge(state, figures) if figures else Verdict()
-            if figures and not verdict.against:
-                state.sound = state.step
-            if verdict.score is not None and (state.best is None or verdict.score > state.best):
-                state.best, state.best_step = verdict.score, state.step
-                save()
-                start, last_save = folder / f"checkpoints/step-{state.step:08d}", time.monotonic()
-            if verdict.against:
-                log.write("note", state.step, {"against": verdict.against}, f"step {state.step}  {verdict.against}")
-            if verdict.stop:
-                summary.stopped = verdict.against
+            if look(now >= 1.0):
                 break
     return summary
 

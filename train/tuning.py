@@ -80,6 +80,8 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
     say(f"{config.method}: {tuning.adapters.report}{mask}")
     if tuning.warning:
         say(f"warning: {tuning.warning}")
+    if tuning.probe and not heldout_samples:
+        say("warning: too few conversations to hold some out: nothing is measured, and any step may be the best one")
     if accelerator.is_main_process:
         write_run_file(folder, config, script, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
@@ -102,6 +104,7 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
         return code
     if accelerator.is_main_process:
         heldout, probe = (logged(folder, kind, best) for kind in ("heldout", "probe"))
+        module.eval()
         if best is not None:
             checkpoint.load_tensors(folder / f"checkpoints/step-{best:08d}", module)
         facts = run_facts(config, script, argv, samples, summary, heldout, probe or None, best)
