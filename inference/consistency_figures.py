@@ -157,6 +157,7 @@ def convergence_figure(maps: Mapping[str, Convergence], most: int = 32) -> Any:
         axes[0].set_ylabel("pass (0 = the guesses)")
         axes[0].invert_yaxis()
         bar = figure.colorbar(mesh, ax=list(axes), label="share of blocks that are right")
+        assert bar.solids is not None
         bar.solids.set_rasterized(False)
     return figure
 

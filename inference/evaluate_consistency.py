@@ -69,6 +69,11 @@ class Way:
     target: Target
     jacobi: Jacobi | None
 
+    @property
+    def model(self) -> str:
+        """Which of the two models it is of."""
+        return self.name.split()[0]
+
 
 def run_consistency(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
     """`run_evaluate` of a consistency model: settings that speak of something else are refused."""
@@ -93,7 +98,7 @@ def run_consistency(cfg: EvaluateConfig, stored: Stored, console: Console) -> in
         draws=cfg.bootstrap,
         seed=cfg.seed,
     )
-    report = {"machine": machine(trained)} | report
+    report["machine"] = machine(trained)
     report["run"] |= {"suite": cfg.suite, "name": label_of(cfg.model), "kind": stored.kind}
     written = write_report(report, cfg, page(report, maps))
     print_consistency_report(report, console)
@@ -156,7 +161,7 @@ def evaluate_consistency(
     ids = [prompt_ids(prompt.messages, trained.tokenizer) for prompt in prompts]
     params = SamplingParams(max_new_tokens=max_new_tokens)
     samples, blocks = answers_of(ways, prompts, ids, params, decode, score)
-    maps = {name.split()[0]: counts for name, states in blocks.items() if (counts := convergence_of(states))}
+    maps = {name: counts for name, states in blocks.items() if (counts := convergence_of(states))}
     bootstrap = Bootstrap([p.id for p in prompts], draws, seed)
     first, untrained_jacobi, second, jacobi = samples.values()
     rows = []
@@ -210,13 +215,13 @@ def answers_of(
     decode: DecodeConfig,
     score: Callable[[str, str], bool] | None,
 ) -> tuple[dict[str, list[Sample]], dict[str, list[list[list[int]]]]]:
-    """Every prompt by every way, in rotating order: samples by way, and the states of all blocks by jacobi way."""
+    """Every prompt by every way, in rotating order: samples by way, and by model the states of all its blocks."""
     for way in ways:
         generate(way.target, [ids[0]], WARM, way.jacobi, decode)
         if way.jacobi is not None:
             way.jacobi.traces.clear()
     samples: dict[str, list[Sample]] = {way.name: [] for way in ways}
-    blocks: dict[str, list[list[list[int]]]] = {way.name: [] for way in ways if way.jacobi is not None}
+    blocks: dict[str, list[list[list[int]]]] = {way.model: [] for way in ways if way.jacobi is not None}
     for i, prompt in enumerate(prompts):
         shift = i % len(ways)
         for way in [*ways[shift:], *ways[:shift]]:
@@ -229,7 +234,7 @@ def answers_of(
             samples[way.name].append(sample)
             if way.jacobi is not None:
                 maps = convergence(way.jacobi.traces.pop(), result.ids, way.jacobi.config.block)
-                blocks[way.name] += [one.states for one in maps]
+                blocks[way.model] += [one.states for one in maps]
     return samples, blocks
 
 

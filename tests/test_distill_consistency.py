@@ -28,12 +28,12 @@ from draftsmith.data.encode import Sample
 from draftsmith.data.packing import make_batch
 from draftsmith.data.tasks import IDS, VOCABULARY, examples, prompt_ids, sample_of
 from draftsmith.inference.consistency_figures import repeated_share
-from draftsmith.inference.consistency_folder import decode_of, load_consistency, stored_consistency
+from draftsmith.inference.consistency_folder import jacobi_of, load_consistency, stored_consistency
 from draftsmith.inference.speculate import generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.consistency import PRESETS, Consistency, ConsistencyConfig
-from draftsmith.models.jacobi import JacobiConfig
+from draftsmith.models.jacobi import Jacobi, JacobiConfig
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, distill_consistency
@@ -164,7 +164,7 @@ def test_a_run_leaves_a_model_that_loads(trained: Path) -> None:
         assert str(trained.parent) not in (trained / file).read_text()
     stored = stored_consistency(str(trained / "export"))
     assert stored is not None and stored.ours["method"] == "cllm" and stored.ours["objective"]["block"] == 8
-    assert decode_of(stored) == JacobiConfig(block=8)
+    assert jacobi_of(stored) == JacobiConfig(block=8)
     exported = load_consistency(stored, dtype="float32").model.state_dict()
 
     target = tiny_target()
@@ -179,10 +179,24 @@ def test_a_second_round_starts_from_the_first_ones_model(trained: Path, tmp_path
     argv = [*QUICK, *SHORT, f"target.name={trained / 'export'}", "objective.block=12", "budget.steps=1"]
     assert main([*argv, "evaluate.every=1", "evaluate.probe_every=1", f"run={tmp_path / 'run'}"]) == 0
     stored = stored_consistency(str(tmp_path / "run/export"))
-    assert stored is not None and decode_of(stored).block == 12
+    assert stored is not None and jacobi_of(stored).block == 12
     first = load_target(str(trained / "export"), dtype="float32").facts.fingerprint
     assert stored.ours["target"]["fingerprint"] == first
     assert str(trained) not in (tmp_path / "run/export/config.json").read_text()
+
+
+def test_a_model_of_mask_tokens_knows_its_own(tmp_path: Path) -> None:
+    """Every id of the tiny tokenizer is in use, so that the mask is a new one; probe and export begin blocks with it."""
+    argv = [*QUICK, *SHORT, "objective.states=noise", "preset=self_distilled", "adapters.mask=new", "budget.steps=2"]
+    assert main([*argv, f"run={tmp_path}", "evaluate.every=1", "evaluate.probe_every=1", "guard.max_repeated=1"]) == 0
+    stored = stored_consistency(str(tmp_path / "export"))
+    assert stored is not None and jacobi_of(stored) == JacobiConfig(block=8, start="mask", mask_id=256)
+    target = load_consistency(stored, dtype="float32")
+    drafter = Jacobi(jacobi_of(stored), target.facts)
+    drafter.bind(target)
+    params = SamplingParams(max_new_tokens=12)
+    one, two = generate(target, [[5, 6, 7]], params), generate(target, [[5, 6, 7]], params, drafter=drafter)
+    assert one[0].ids == two[0].ids
 
 
 def test_the_probe_decodes_what_the_export_will_be() -> None:

@@ -26,7 +26,7 @@ from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.inference.suites import SUITES, load_suite
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
-from draftsmith.models.jacobi import JacobiConfig, start_uniforms
+from draftsmith.models.jacobi import JacobiConfig, prompt_seed, start_uniforms
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import Target, load_target
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def jacobi_passes(target: Target, prompt: list[int], answer: list[int]) -> tuple[int, list[list[list[int]]]]:
     """Jacobi decoding without a cache, as the paper says it: passes until `answer` is there, and each block's states."""
-    starts = [prompt[math.floor(u * len(prompt))] for u in start_uniforms(prompt, 0, len(answer) + BLOCK).tolist()]
+    starts = [prompt[math.floor(u * len(prompt))] for u in start_uniforms(prompt_seed(prompt), 0, len(answer) + BLOCK)]
     made, guesses, passes = answer[:1], starts[1:BLOCK], 0
     blocks: list[list[list[int]]] = []
     states: list[list[int]] = [[*made, *guesses]]
@@ -189,7 +189,7 @@ def test_what_cannot_be_measured_is_refused(folder: str, tmp_path: Path) -> None
         ({"also": ("ngram",), "temperatures": (0.5,)}, "also, temperatures: .* consistency model"),
         ({"strategies": ("margin",)}, "strategies: .* consistency model"),
         ({"trees": ("chain", "static")}, "one shape per run"),
-        ({"trees": ("dynamic",)}, "proposes drafts of its own"),
+        ({"trees": ("best_first",)}, "proposes drafts of its own"),
         ({"target": "nowhere"}, "beside the model that it was trained from, .*nowhere"),
         ({"target": folder}, "beside the model that it was trained from, .*name the right one with --target"),
     ):

@@ -10,6 +10,7 @@ step, among those that are within bounds. Tests: `pytest tests/test_distill_cons
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,9 @@ def jacobi_probe(adapters: Adapters, decode: JacobiConfig, tokens: int, prompts:
     Its figures: `tokens_per_forward` (committed per pass, the prompt's own apart), `repeated_share` of all 4-grams, and
     `forwards`, the passes that they are of. Empty when it was stopped.
     """
-    params = SamplingParams(max_new_tokens=tokens)
+    params, facts = SamplingParams(max_new_tokens=tokens), adapters.target.facts
+    if decode.mask_id is not None:  # one that is new has its row in the export; here the adapters embed it
+        facts = replace(facts, vocab=max(facts.vocab, decode.mask_id + 1))
 
     @torch.no_grad()
     def probe(student: Any, stopped: Callable[[], bool]) -> dict[str, float]:
@@ -53,7 +56,7 @@ def jacobi_probe(adapters: Adapters, decode: JacobiConfig, tokens: int, prompts:
             if stopped():
                 return {}
             with adapters.view("noisy"):
-                drafter = Jacobi(decode, adapters.target.facts)
+                drafter = Jacobi(decode, facts)
                 drafter.bind(adapters.target)
                 (answer,) = generate(adapters.target, [ids], params, drafter=drafter, decode=DecodeConfig())
             committed += answer.stats.committed - 1  # the first token comes from the prompt's own pass
