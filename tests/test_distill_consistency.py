@@ -417,7 +417,7 @@ def test_two_hundred_steps_on_a_task_collapse_nowhere() -> None:
     assert before[0] > 0.8
     optimiser = torch.optim.AdamW(weights, lr=1e-3, betas=(0.9, 0.95))
     for step in range(200, 400):
-        batch = module.rewrite(batch_of(step, 8), 0.5)
+        batch = batch_of(step, 8)
         counts = module.denominators(batch, 0.5)
         terms = module.loss(batch, TargetOut(), 0.5)
         total = torch.stack([terms.losses[term] / max(count, 1) for term, count in counts.items()]).sum()
