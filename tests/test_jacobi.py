@@ -74,7 +74,7 @@ def test_greedy_identity_40_prompts(plain40: Any, block: int, rows: int, shape: 
     results = generate(real, prompts, params, make(real, block=block), decode)
     assert ids_of(results) == answers
     total = sum((r.stats for r in results[1:]), results[0].stats)
-    assert total.from_draft > (5 if shape == "chain" else 60) and total.drafted > total.from_draft, total
+    assert total.from_draft > (2 if shape == "chain" else 60) and total.drafted > total.from_draft, total
 
 
 @pytest.mark.parametrize("shape", SHAPES)
