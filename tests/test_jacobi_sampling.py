@@ -80,7 +80,7 @@ MODES = {
 def test_the_joint_law_of_sampled_answers(scripted: Any, mode: str) -> None:
     """Tokens 1 to 4 jointly, 256 cells; the draws of the later ones outlive a rejection."""
     decode, settings = MODES[mode]
-    real, n = scripted.Target(by_table, V), 6_000
+    real, n = scripted.Target(by_table, V), 3_000
     params = SamplingParams(temperature=0.9, max_new_tokens=4)
     each = [replace(params, seed=i) for i in range(n)]
     results = generate(real, [PROMPT] * n, each, make(real, block=3, **settings), replace(decode, max_rows=n))
