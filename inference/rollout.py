@@ -227,7 +227,7 @@ def rollout(
     answer = answering(target, run, params, seed)
 
     def talk(group: list[Conversation]) -> list[Conversation | str]:
-        talks = converse(group, answer) if answers is None else [*group]
+        talks: list[Conversation | str] = converse(group, answer) if answers is None else [*group]
         return talks if states is None else with_states(target, talks, states, seed)
 
     return _run(conversations, Path(out_path), settings, talk, batch_rows, 1, progress)

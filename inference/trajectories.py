@@ -4,9 +4,9 @@ Public code walks a conversation at a time, block after block, without a cache. 
 batched decoding (or are there already); what Jacobi decoding would have gone through on its way to them is computed for
 all blocks of several conversations at once (models/trajectories.py), and kept as differences (data/jacobi_states.py).
 
-The fixed point of a block is what the model says greedily. Where the answer is something else, its block is left out and
-counted: near ties fall otherwise when a model in bfloat16 reads many tokens at a time. If many are, the answers are not
-this model's greedy ones, and the run stops. Draws are keyed by the run's seed and the conversation's id: in float64 a file
+The fixed point of a block is what the model says greedily; near ties, which fall otherwise when a model in bfloat16 reads
+many tokens at a time, are the answer's. Where the answer is something else, its block is left out and counted; if many
+are, the answers are not this model's greedy ones, and the run stops. Draws are keyed by the run's seed and the conversation's id: in float64 a file
 does not depend on how many conversations were read at a time.
 
 Test: pytest tests/test_collect_states.py

@@ -5,6 +5,8 @@ Run: pytest tests/test_trajectories.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -86,6 +88,25 @@ def test_an_answer_that_is_not_greedy_stays_out(model: Target) -> None:
     assert (
         torch.equal(states_BIT[0, :, 14:22], ids[14:22].expand(states_BIT.shape[1], -1)) and not passes_BT[0, 14].any()
     )
+
+
+def test_near_ties_are_the_texts() -> None:
+    """Two ids with the same row of the output head: whichever of them an answer has, its block is walked; states end in
+    it, and the model's own choice stands in the states before where nothing is settled yet."""
+    model = tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280, dtype=torch.float64)
+    with torch.no_grad():
+        model.head_weight[150:280] = model.head_weight[20:150]
+    sample = answered(model)[0]
+    assert bool((sample.ids[6:] < 150).all())  # the lower one of two is said
+    ids = sample.ids.clone()
+    at = 6 + int((sample.ids[6:] >= 20).nonzero()[-1])  # the last that has a twin
+    ids[at:] = torch.tensor([int(i) + 130 if p == at else int(i) for p, i in enumerate(sample.ids)][at:])
+    cut = replace(sample, ids=ids[: at + 1], supervised=sample.supervised[: at + 1])
+    blocks = answer_blocks(make_batch([[cut]], None, 7, 1), 8)
+    walk = Walk(model, blocks)
+    assert walk.same_BT[0, 6:].all() and walk.said_BT[0, at] == ids[at]
+    states_BIT, _ = walk.to_the_end(first_states(blocks, "prompt"))
+    assert torch.equal(states_BIT[0, -1], cut.ids) and states_BIT.shape[1] > 2
 
 
 def test_a_view_is_what_walks() -> None:
