@@ -95,7 +95,9 @@ class Real:
         run = self.out / "run"
         recipe = "consistency_quick" if self.args.quick else RECIPES[self.name]
         settings = [f"run={run}", "processes=1"]
-        settings += ["budget.steps=2", "log.progress=false"] if self.args.quick else [f"budget.minutes={self.args.minutes:g}"]
+        settings += (
+            ["budget.steps=2", "log.progress=false"] if self.args.quick else [f"budget.minutes={self.args.minutes:g}"]
+        )
         argv = ["--config", str(ROOT / f"configs/{recipe}.yaml"), *settings, *self.args.settings]
         if self.args.quick:  # stays in this process
             code = distill_consistency.main(argv)
@@ -158,7 +160,9 @@ class Real:
         table = Table("decoding", "tokens/forward [95 %]", "tokens/s", "x base plain", title_justify="left")
         for row in report["rows"]:
             low, high = row["tokens_per_forward_interval"] or [float("nan")] * 2
-            rate, ratio = (f"{row[k]:.2f}" if row[k] is not None else "-" for k in ("tokens_per_second", "ratio_to_plain"))
+            rate, ratio = (
+                f"{row[k]:.2f}" if row[k] is not None else "-" for k in ("tokens_per_second", "ratio_to_plain")
+            )
             table.add_row(row["name"], f"{row['tokens_per_forward']:.3f} [{low:.3f}, {high:.3f}]", rate, ratio)
         self.console.print(table)
         for line in [*quality_lines(report), *report["flags"]]:
