@@ -35,17 +35,20 @@ class GuardConfig:
     held-out evaluation, the repeated 4-grams of greedy answers of the probe."""
 
     action: Literal["stop", "warn"] = "stop"
-    """Out of bounds: end the run with code 1, or say so and go on. Such a step is never the best one."""
+    """After a collapse: end the run with code 1, or say so and go on. A step that is out of bounds is never the best one."""
     max_rise: float = 0.10
     """Most that the cross-entropy of held-out answers may rise, in nats (ours)."""
     max_repeated: float = 0.05
     """Most that the share of repeated 4-grams may rise (ours)."""
+    collapse: float = 3.0
+    """A figure that rose so many times as far is a collapse (ours; while the learning rate is high, cross-entropy may well
+    rise by 0.2 and come back)."""
 
     def __post_init__(self) -> None:
-        if self.max_rise < 0 or not 0 <= self.max_repeated <= 1:
+        if self.max_rise < 0 or not 0 <= self.max_repeated <= 1 or self.collapse < 1:
             raise ValueError(
-                "guard.max_rise must not be negative, guard.max_repeated lie in [0, 1]; got "
-                f"{self.max_rise}, {self.max_repeated}"
+                "guard.max_rise must not be negative, guard.max_repeated lie in [0, 1], guard.collapse be at least 1; got "
+                f"{self.max_rise}, {self.max_repeated}, {self.collapse}"
             )
 
 

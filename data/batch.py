@@ -25,7 +25,7 @@ class Batch:
     epoch: int = 0
     seed: int = 0
     order_BT: Tensor | None = None  # int64, the decoding pass that decided the token; -1 = not known; None = of none
-    guess_BT: Tensor | None = None  # int64 [B, T'], a denoiser's own guesses (models/on_policy.py)
+    guess_BT: Tensor | None = None  # int64 [B, T'], own guesses (models/on_policy.py, models/consistency.py)
     states_BIT: Tensor | None = None  # int64 [B, I, T], Jacobi states of answers, each block's last ones being its text
 
     def to(self, device: torch.device | str) -> Batch:

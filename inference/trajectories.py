@@ -58,10 +58,7 @@ class TrajectoryConfig:
 
 
 def with_states(
-    target: Any,
-    talks: Sequence[Conversation | str],
-    config: TrajectoryConfig,
-    seed: int,
+    target: Any, talks: Sequence[Conversation | str], config: TrajectoryConfig, seed: int
 ) -> list[Conversation | str]:
     """The conversations with the states of their last answers, or why there are none; texts are handed through. Answers
     without ids get those of their text."""
@@ -102,16 +99,17 @@ def with_states(
 def _answer(talk: Conversation, target: Any, config: TrajectoryConfig) -> tuple[Conversation, Sample]:
     """The conversation with its last answer's ids, and its tokens, of which those ids alone are supervised."""
     tokenizer, number = target.tokenizer, sample_number(talk.id)
-    talk = replace(talk, jacobi=None, answer_order=None)
+    talk = replace(talk, jacobi=None)
     ids = talk.answer_ids if ids_belong(talk, tokenizer) else None
     sample = encode(talk, tokenizer, number, FAR)
     first, end = _last_answer(sample)
     if ids is None:
         ids = sample.ids[first:end].tolist()
-        talk = replace(talk, answer_ids=ids)
+        talk, text_n = replace(talk, answer_ids=ids, answer_order=None), sample.ids[:end]
         sample = encode(talk, tokenizer, number, FAR)  # as it will be read from the line
-        first, _ = _last_answer(sample)
-    if sample.ids[first : first + len(ids)].tolist() != ids or first + len(ids) < end:
+        if not torch.equal(sample.ids[:end], text_n):
+            raise Refused("the template does not put the answer's tokens behind its prompt")
+    elif sample.ids[first : first + len(ids)].tolist() != ids:
         raise Refused("the template does not put the answer's tokens behind its prompt")
     if max(len(list(same)) for _, same in itertools.groupby(ids)) >= (config.drop_repeated or len(ids) + 1):
         raise Refused(f"a token {config.drop_repeated} times in a row")

@@ -90,8 +90,12 @@ def walk(tree: Tree, good_BN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     at_B = torch.zeros(b, dtype=torch.int64, device=device)
     counts_B = torch.zeros_like(at_B)
     steps = []
-    if n:
-        good_BN = good_BN & tree.valid_BN
+    good_BN = good_BN & tree.valid_BN
+    if n and tree.is_chain():
+        good_BN = good_BN.long().cumprod(1)
+        at_B = counts_B = good_BN.sum(1)
+        steps = list((good_BN * torch.arange(1, n + 1, device=device)).unbind(1))
+    elif n:
         for _ in range(int(tree.depths_BN.max())):
             children_BN = (tree.parents_BN == at_B[:, None]) & good_BN
             moved_B = children_BN.any(1)

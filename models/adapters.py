@@ -303,8 +303,8 @@ class Adapters:
         self._is_mask = None
         if self.mask_row is None or not self.on:
             return None
-        self._is_mask = args[0] == self.mask_id
-        return (args[0].masked_fill(self._is_mask, 0), *args[1:])
+        self._is_mask = is_mask = args[0] == self.needed_mask_id()
+        return (args[0].masked_fill(is_mask, 0), *args[1:])
 
     def _after_embedding(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
         is_mask, self._is_mask = self._is_mask, None

@@ -30,7 +30,7 @@ Run: train/distill_consistency.py. Test: pytest tests/test_consistency.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -41,7 +41,7 @@ from ..losses.fused_divergence import Compared, compare
 from ..losses.objective import parse_objective
 from .adapters import AdapterConfig, Adapters
 from .block_diffusion import ar_rows
-from .diffusion import Rows, clean_entries, dense_mask, hidden_states, make_rows
+from .diffusion import PairCache, Rows, clean_entries, clean_pass, dense_mask, hidden_states, make_rows, noisy_pass
 from .drafter import Batch, TargetOut, Terms
 from .noise import Copy, Text, draw, runs, total
 from .on_policy import likeliest
@@ -230,21 +230,19 @@ class Consistency(nn.Module):
         return first_states(blocks, self.config.start, tokens=tokens, mask_id=mask_id)
 
     @torch.no_grad()
-    def rewrite(self, batch: Batch, progress: float) -> Batch:
-        """With states=online the batch with `guess_BT` [B, T]: what each block shows, states of the model as it is now,
-        without dropout. Blocks whose text is not what the model says keep their first guesses."""
-        if self.config.states != "online":
-            return batch
+    def walked(self, blocks: Blocks, cache: PairCache) -> Tensor:
+        """int64 [B, T] what each block shows with states=online: a state of the model as it is now, without dropout, that leads
+        to the text. `cache`: the clean text's keys and values."""
         dropping = self.adapters.training
         self.adapters.train(False)
-        blocks = self.blocks(batch)
-        walk = Walk(self.target, blocks, lambda: self.adapters.view("noisy"))
-        states = [self.first_states(blocks)]
-        for _ in range(self.config.passes):
-            states.append(walk.step(states[-1]))
+        with self.adapters.view("noisy"):
+            if dropping and self.adapters.config.dropout:
+                cache, _ = clean_pass(self.target.forward, blocks.text, SIGHT)
+            walk, states = Walk(self.target, blocks, cache=cache), [self.first_states(blocks)]
+            for _ in range(self.config.passes):
+                states.append(walk.step(states[-1]))
         self.adapters.train(dropping)
-        state_BT, _ = self.choose(blocks, torch.stack(states, dim=1))
-        return replace(batch, guess_BT=state_BT)
+        return self.choose(blocks, torch.stack(states, dim=1))[0]
 
     def choose(self, blocks: Blocks, states_BIT: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [B, T] twice: of states [B, I, T] the one that each block shows, and the one after it."""
@@ -284,13 +282,14 @@ class Consistency(nn.Module):
             )
         return states_BIT
 
-    def shown(self, batch: Batch, known: bool = True) -> Shown:
-        """What blocks show and which rows have a loss: of the data and seeded noise alone, but with states=online, where
-        `known` false counts every row that may have one."""
+    def shown(self, batch: Batch, cache: PairCache | None = None) -> Shown:
+        """What blocks show and which rows have a loss: of the data and seeded noise alone, but with states=online, which come
+        of a walk behind the clean text of `cache`; without one, every row that may have a loss is said to have it."""
         config, blocks = self.config, self.blocks(batch)
-        next_BT = None
+        known, next_BT = True, None
         if config.states == "online":
-            state_BT = batch.ids_BT if batch.guess_BT is None else batch.guess_BT
+            known = cache is not None
+            state_BT = batch.ids_BT if cache is None else self.walked(blocks, cache)
         elif config.states == "noise":
             state_BT = self.first_states(blocks)
         else:
@@ -317,7 +316,7 @@ class Consistency(nn.Module):
 
     def denominators(self, batch: Batch, progress: float) -> dict[str, float]:
         """Rows, or blocks, with a consistency loss (states=online: all that may have one); labels of the other term."""
-        shown = self.shown(batch, known=self.config.states != "online")
+        shown = self.shown(batch)
         count = shown.loss_BT.sum()
         if self.config.normalise == "blocks":
             count = firsts(shown.loss_BT, shown.blocks.unit_BT).sum()
@@ -331,13 +330,13 @@ class Consistency(nn.Module):
         first wrong guess and that many more, so 1 + run_length estimates the tokens per pass of decoding.
         """
         config, adapters = self.config, self.adapters
-        if config.states == "online" and batch.guess_BT is None:  # the loop does not rewrite held-out ones
-            batch = self.rewrite(batch, progress)
-        shown = self.shown(batch)
-        blocks, text = shown.blocks, shown.blocks.text
-        rows = self.rows(shown, shown.state_BT, *(() if shown.next_BT is None else (shown.next_BT,)))
-        clean_BTD, noisy_BQD = hidden_states(self.target.forward, adapters.view, text, rows, SIGHT)
-        assert clean_BTD is not None
+        text = self.blocks(batch).text
+        with adapters.view("noisy"):
+            cache, clean_BTD = clean_pass(self.target.forward, text, SIGHT)
+            shown = self.shown(batch, cache)
+            blocks = shown.blocks
+            rows = self.rows(shown, shown.state_BT, *(() if shown.next_BT is None else (shown.next_BT,)))
+            noisy_BQD = noisy_pass(self.target.forward, blocks.text, rows, SIGHT, cache)
         clean_XD = clean_BTD.flatten(0, 1)
 
         both_R = rows.flat_R

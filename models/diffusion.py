@@ -393,12 +393,23 @@ def hidden_states(
         with view("noisy"):
             out = forward(rows.ids_BQ, rows.position_BQ, see_BTA=dense_mask(config, noisy, noisy))
         return None, out.last_hidden_BTD
-    cache, clean = PairCache(), clean_entries(text)
     with view("clean" if config.dual else "noisy"), torch.set_grad_enabled(torch.is_grad_enabled() and not config.dual):
-        see_BTT = dense_mask(config, clean, clean)
-        clean_BTD = forward(text.ids_BT, text.positions_BT, cache=cache, see_BTA=see_BTT).last_hidden_BTD
-    noisy = noisy_entries(rows, config, text.ids_BT.shape[1])
+        cache, clean_BTD = clean_pass(forward, text, config)
     with view("noisy"):
-        see_BQS = dense_mask(config, noisy, joined(clean, noisy))
-        out = forward(rows.ids_BQ, rows.position_BQ, cache=cache, see_BTA=see_BQS)
-    return clean_BTD, out.last_hidden_BTD
+        return clean_BTD, noisy_pass(forward, text, rows, config, cache)
+
+
+def clean_pass(forward: Callable[..., Any], text: Text, config: ObjectiveConfig) -> tuple[PairCache, Tensor]:
+    """Keys and values of the clean copy, for passes of noisy rows, and its last hidden states [B, T, D]."""
+    cache, clean = PairCache(), clean_entries(text)
+    see_BTT = dense_mask(config, clean, clean)
+    return cache, forward(text.ids_BT, text.positions_BT, cache=cache, see_BTA=see_BTT).last_hidden_BTD
+
+
+def noisy_pass(
+    forward: Callable[..., Any], text: Text, rows: Rows, config: ObjectiveConfig, cache: PairCache
+) -> Tensor:
+    """Last hidden states [B, Q, D] of noisy rows behind the clean copy's keys and values; any number of such passes."""
+    noisy = noisy_entries(rows, config, text.ids_BT.shape[1])
+    see_BQS = dense_mask(config, noisy, joined(clean_entries(text), noisy))
+    return forward(rows.ids_BQ, rows.position_BQ, cache=cache, see_BTA=see_BQS).last_hidden_BTD

@@ -23,7 +23,7 @@ al., arXiv:2410.01699); it stays the same from pass to pass, so that guesses set
 that goes token by token looks at nothing behind a rejection, and rows depend on earlier places alone: when a place is
 tested, its uniform has decided about nothing before. Rules by whole paths do look further, so they get new uniforms in
 every pass; and n-grams would carry uniforms to other places, so drawn chains have no branches.
-Test: pytest tests/test_jacobi.py
+Tests: pytest tests/test_jacobi.py tests/test_jacobi_sampling.py
 """
 
 from __future__ import annotations

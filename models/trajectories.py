@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .diffusion import CLEAN, Entries, ObjectiveConfig, PairCache, clean_entries, dense_mask, joined
+from .diffusion import CLEAN, Entries, ObjectiveConfig, PairCache, clean_entries, clean_pass, dense_mask, joined
 from .drafter import Batch
 from .noise import Text, draw, runs, total
 
@@ -144,6 +144,8 @@ class Walk:
     Args:
         target: the model (`forward`, `head`, `facts`), and `view`: a context to run it in (adapters on, say).
         blocks: of the batch; windows are not looked at, every block has clean text before it.
+        cache: keys and values of the clean text, where it has been read already (`clean_pass`). The walk then does not ask
+            what the model says there, and takes the text for it.
 
     Attributes:
         said_BT: at places of answers the model's own greedy token behind the clean text before it.
@@ -152,17 +154,18 @@ class Walk:
     """
 
     @torch.no_grad()
-    def __init__(self, target: Any, blocks: Blocks, view: Callable[[], Any] = nullcontext) -> None:
-        self.target, self.blocks, self.view, self.cache = target, blocks, view, PairCache()
+    def __init__(
+        self, target: Any, blocks: Blocks, view: Callable[[], Any] = nullcontext, cache: PairCache | None = None
+    ) -> None:
+        self.target, self.blocks, self.view = target, blocks, view
         text, inside_BT = blocks.text, blocks.inside_BT
-        clean = clean_entries(text)
-        with view():
-            hidden_BTD = target.forward(
-                text.ids_BT, text.positions_BT, cache=self.cache, see_BTA=dense_mask(SIGHT, clean, clean)
-            ).last_hidden_BTD
-            before_BT = F.pad(inside_BT[:, 1:], (0, 1))  # rows whose next token is an answer's
-            self.said_BT = text.ids_BT.clone()
-            self.said_BT[inside_BT] = self._likeliest(hidden_BTD[before_BT])
+        self.said_BT = text.ids_BT.clone()
+        if cache is None:
+            with view():
+                cache, hidden_BTD = clean_pass(target.forward, text, SIGHT)
+                before_BT = F.pad(inside_BT[:, 1:], (0, 1))  # rows whose next token is an answer's
+                self.said_BT[inside_BT] = self._likeliest(hidden_BTD[before_BT])
+        self.cache = cache
         wrong_BT = (self.said_BT != text.ids_BT) & inside_BT
         self.same_BT = inside_BT & (total(wrong_BT.long(), blocks.unit_BT) == 0)
 

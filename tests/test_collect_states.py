@@ -122,6 +122,18 @@ def test_answers_that_are_there(model: Target, tmp_path: Path) -> None:
         assert 0 < talk.jacobi.other <= talk.jacobi.blocks == -(-len(talk.answer_ids) // 8)
 
 
+def test_an_answer_that_a_stop_string_ended(model: Target) -> None:
+    """The end of turn behind it is the template's, and in no state."""
+    stopped = [replace(t, truncated=False) for t in _greedy(model)]
+    talks = [t for t in with_states(model, stopped, STATES, 0) if isinstance(t, Conversation)]
+    samples, _ = encode_all(talks, model.tokenizer, 1000)
+    for talk, sample in zip(talks, samples, strict=True):
+        assert talk.jacobi is not None and talk.answer_ids is not None and talk.jacobi.other == 0
+        assert len(talk.jacobi.first) == len(talk.answer_ids) == int(sample.supervised.sum()) - 1
+        assert sample.states is not None and bool((sample.states[:, -1] == sample.ids[-1]).all())
+    assert len(talks) == len(TALKS)
+
+
 def test_the_command_takes_answers_in_parts(model: Target, tmp_path: Path) -> None:
     source, folder = tmp_path / "prompts.jsonl", tmp_path / "states"
     source.write_text("".join(json.dumps({"id": t.id, "messages": t.messages}) + "\n" for t in TALKS))

@@ -28,12 +28,12 @@ from draftsmith.data.encode import Sample
 from draftsmith.data.packing import make_batch
 from draftsmith.data.tasks import IDS, VOCABULARY, examples, prompt_ids, sample_of
 from draftsmith.inference.consistency_figures import repeated_share
-from draftsmith.inference.consistency_folder import decode_of, load_consistency, stored_consistency
+from draftsmith.inference.consistency_folder import jacobi_of, load_consistency, stored_consistency
 from draftsmith.inference.speculate import generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.consistency import PRESETS, Consistency, ConsistencyConfig
-from draftsmith.models.jacobi import JacobiConfig
+from draftsmith.models.jacobi import Jacobi, JacobiConfig
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, distill_consistency
@@ -143,8 +143,11 @@ def test_data_without_the_states_that_were_asked_for_are_refused_with_nothing_wr
 def test_first_guesses_of_decoding_are_those_of_the_training() -> None:
     kept = {"prompt": "prompt", "text": "prompt", "last": "last", "random": "random"}
     for start, wanted in kept.items():
-        assert decoding_of(ConsistencyConfig(start=start, block=5), None) == JacobiConfig(block=5, start=wanted)  # type: ignore[arg-type]
-    assert decoding_of(PRESETS["self_distilled"], 7) == JacobiConfig(block=16, start="mask", mask_id=7)
+        assert decoding_of(ConsistencyConfig(start=start, block=5), None) == JacobiConfig(
+            block=5, window="slide", start=wanted
+        )  # type: ignore[arg-type]
+    assert decoding_of(PRESETS["self_distilled"], 7) == JacobiConfig(block=16, window="slide", start="mask", mask_id=7)
+    assert decoding_of(PRESETS["jacobi_forcing"], None) == JacobiConfig(block=32)
 
 
 # Runs
@@ -164,7 +167,7 @@ def test_a_run_leaves_a_model_that_loads(trained: Path) -> None:
         assert str(trained.parent) not in (trained / file).read_text()
     stored = stored_consistency(str(trained / "export"))
     assert stored is not None and stored.ours["method"] == "cllm" and stored.ours["objective"]["block"] == 8
-    assert decode_of(stored) == JacobiConfig(block=8)
+    assert jacobi_of(stored) == JacobiConfig(block=8, window="slide")
     exported = load_consistency(stored, dtype="float32").model.state_dict()
 
     target = tiny_target()
@@ -179,10 +182,24 @@ def test_a_second_round_starts_from_the_first_ones_model(trained: Path, tmp_path
     argv = [*QUICK, *SHORT, f"target.name={trained / 'export'}", "objective.block=12", "budget.steps=1"]
     assert main([*argv, "evaluate.every=1", "evaluate.probe_every=1", f"run={tmp_path / 'run'}"]) == 0
     stored = stored_consistency(str(tmp_path / "run/export"))
-    assert stored is not None and decode_of(stored).block == 12
+    assert stored is not None and jacobi_of(stored).block == 12
     first = load_target(str(trained / "export"), dtype="float32").facts.fingerprint
     assert stored.ours["target"]["fingerprint"] == first
     assert str(trained) not in (tmp_path / "run/export/config.json").read_text()
+
+
+def test_a_model_of_mask_tokens_knows_its_own(tmp_path: Path) -> None:
+    """Every id of the tiny tokenizer is in use, so that the mask is a new one; probe and export begin blocks with it."""
+    argv = [*QUICK, *SHORT, "objective.states=noise", "preset=self_distilled", "adapters.mask=new", "budget.steps=2"]
+    assert main([*argv, f"run={tmp_path}", "evaluate.every=1", "evaluate.probe_every=1", "guard.max_repeated=1"]) == 0
+    stored = stored_consistency(str(tmp_path / "export"))
+    assert stored is not None and jacobi_of(stored) == JacobiConfig(block=8, window="slide", start="mask", mask_id=256)
+    target = load_consistency(stored, dtype="float32")
+    drafter = Jacobi(jacobi_of(stored), target.facts)
+    drafter.bind(target)
+    params = SamplingParams(max_new_tokens=12)
+    one, two = generate(target, [[5, 6, 7]], params), generate(target, [[5, 6, 7]], params, drafter=drafter)
+    assert one[0].ids == two[0].ids
 
 
 def test_the_probe_decodes_what_the_export_will_be() -> None:
@@ -306,13 +323,15 @@ def test_the_judge_holds_figures_against_the_first_ones() -> None:
     judge, state = judge_of(GuardConfig()), State(first={"ar_loss": 2.0, "repeated_share": 0.1})
     good = {"ar_loss": 2.09, "repeated_share": 0.14, "tokens_per_forward": 1.5}
     assert judge(state, good).score == 1.5 and judge(state, good).against is None
-    for changes, words in (
-        ({"ar_loss": 2.11}, r"2\.110, the base's 2\.000 \(guard\.max_rise=0\.1\)"),
-        ({"repeated_share": 0.16}, r"0\.160, the base's 0\.100 \(guard\.max_repeated=0\.05\)"),
-        ({"ar_loss": float("nan")}, "nan, the base's 2.000"),
+    for changes, words, collapsed in (
+        ({"ar_loss": 2.11}, r"2\.110, the base's 2\.000 \(guard\.max_rise=0\.1\)", False),
+        ({"repeated_share": 0.16}, r"0\.160, the base's 0\.100 \(guard\.max_repeated=0\.05\)", False),
+        ({"ar_loss": 2.31}, "2.310, the base's 2.000", True),
+        ({"repeated_share": 0.26}, "0.260, the base's 0.100", True),
+        ({"ar_loss": float("nan")}, "nan, the base's 2.000", True),
     ):
         verdict = judge(state, good | changes)
-        assert verdict.stop and verdict.score is None
+        assert verdict.stop == collapsed and verdict.score is None
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(verdict.against)
         softer = judge_of(GuardConfig(action="warn"))(state, good | changes)
@@ -403,7 +422,7 @@ def test_two_hundred_steps_on_a_task_collapse_nowhere() -> None:
     assert before[0] > 0.8
     optimiser = torch.optim.AdamW(weights, lr=1e-3, betas=(0.9, 0.95))
     for step in range(200, 400):
-        batch = module.rewrite(batch_of(step, 8), 0.5)
+        batch = batch_of(step, 8)
         counts = module.denominators(batch, 0.5)
         terms = module.loss(batch, TargetOut(), 0.5)
         total = torch.stack([terms.losses[term] / max(count, 1) for term, count in counts.items()]).sum()

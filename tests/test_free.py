@@ -696,11 +696,12 @@ def test_evaluate_takes_them_all_in_one_run(looping: Any, tmp_path: Path, monkey
     assert report["run"]["exports"] == {} and not report["alarms"] and "plain, width 4" not in rows
     for method in TRAINING_FREE:
         for tree in ("chain", "static"):
-            row = rows[f"{method} {tree} K=3"]
+            depth, rule = (16, "ratio") if method == "jacobi" else (3, "target_only")
+            row = rows[f"{method} {tree} K={depth}"]
             assert row["method"] == method and row["decode"] == "speculate" and row["drafter"] == method
             assert row["seconds_per_pass"]["draft"] > 0 and row["tau"] >= 1 and row["lossless"] == "exact"
             assert row["identical_to_plain"] is True and row["red"] is None and row["verifier"] == "greedy"
-            assert rows[f"{method} {tree} K=3 T=1"]["verifier"] == "target_only"
+            assert rows[f"{method} {tree} K={depth} T=1"]["verifier"] == rule
     assert set(report["gains"]) <= {"K", "draft cost"}
     assert "ngram chain K=3" in capsys.readouterr().out
     with pytest.raises(ValueError, match="names none: add --target"):

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -32,7 +32,7 @@ from draftsmith.models.consistency import PRESETS, Consistency
 from draftsmith.models.target import load_target
 
 sys.path.append(str(Path(__file__).parents[1]))
-from plain_consistency import plain_loss
+from plain_consistency import plain_parts
 
 TOLERANCE = 1e-5
 
@@ -62,26 +62,25 @@ def main() -> int:
     batch = make_batch([[Sample(0, ids_T, answer_T, states=states_IT)]], None, 0, 0)
     states_T = module.shown(batch).state_BT[0]
 
-    def packed() -> tuple[Tensor, int]:
+    def packed() -> Iterator[Tensor]:
         counts, terms = module.denominators(batch, 0.0), module(batch, TargetOut(), 0.0)
-        return sum((x / counts[n] for n, x in terms.losses.items()), torch.zeros(())), -(
-            -(args.tokens - args.prompt) // module.config.block
-        )
+        yield sum((x / counts[n] for n, x in terms.losses.items()), torch.zeros(()))
 
-    forms: dict[str, Callable[[], tuple[Tensor, int]]] = {
+    forms: dict[str, Callable[[], Iterator[Tensor]]] = {
         "packed": packed,
-        "three passes per block": lambda: plain_loss(module, ids_T, states_T, args.prompt),
+        "three passes per block": lambda: plain_parts(module, ids_T, states_T, args.prompt),
     }
     seconds: dict[str, list[float]] = {name: [] for name in forms}
-    losses, grads, blocks = {}, {}, 0
+    losses, grads, blocks = {}, {}, -(-(args.tokens - args.prompt) // module.config.block)
     for _ in range(1 + args.rounds):  # the first turn warms up
         for name, form in forms.items():
             module.zero_grad()
             began = time.perf_counter()
-            loss, blocks = form()
-            loss.backward()
+            losses[name] = 0.0
+            for part in form():  # each is let go before the next is made
+                part.backward()
+                losses[name] += float(part.detach())
             seconds[name].append(time.perf_counter() - began)
-            losses[name] = float(loss)
             grads[name] = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
     a, b = forms
     loss_gap = abs(losses[a] - losses[b]) / abs(losses[b])

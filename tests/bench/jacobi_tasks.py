@@ -187,8 +187,6 @@ class Tasks:
                 group["lr"] = rate * warm * (0.525 + 0.475 * math.cos(math.pi * step / steps))
             batch = batch_of(samples_of(step), self.seed, step)
             counts = module.denominators(batch, step / steps)
-            if (rewrite := getattr(module, "rewrite", None)) is not None:
-                batch = rewrite(batch, step / steps)
             terms = module.loss(batch, TargetOut(), step / steps)
             loss = torch.stack([terms.losses[term] / count for term, count in counts.items()]).sum()
             optimiser.zero_grad()

@@ -243,7 +243,7 @@ def main() -> int:
         for t in load_conversations(DataConfig(split="heldout"))
         if [m["role"] for m in t.messages][1:] == ["assistant"]
     ]
-    talks = [replace(t, messages=t.messages[:1]) for t in held[: args.prompts or (4 if args.quick else 24)]]
+    talks = [replace(t, messages=t.messages[:1], split="") for t in held[: args.prompts or (4 if args.quick else 24)]]
     with tempfile.TemporaryDirectory() as folder:
         for warm in ("warm", "run"):
             (at := Path(folder) / warm).mkdir()
