@@ -189,6 +189,7 @@ def test_the_command_end_to_end(target, drafter, monkeypatch, capsys):
     monkeypatch.setattr(command, "load_target", load)
     monkeypatch.setattr(command, "load_drafter", lambda name, target, revision=None: drafter)
     monkeypatch.setattr(command, "stored_denoiser", lambda name, revision=None: None)
+    monkeypatch.setattr(command, "stored_consistency", lambda name, revision=None: None)
     monkeypatch.setattr(command, "read_export_config", lambda name, revision=None: export)
     cfg = GenerateConfig(prompt=PROMPT, model="somewhere", max_new_tokens=8, k=2, show=True, dtype="float32")
     run_generate(cfg)
