@@ -33,12 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.inference.consistency_figures import plot_convergence
-from draftsmith.inference.consistency_folder import jacobi_of, load_consistency
-from draftsmith.inference.denoisers import load_base, stored_denoiser
+from draftsmith.inference.consistency_folder import jacobi_of, load_consistency, stored_consistency
+from draftsmith.inference.denoisers import load_base
 from draftsmith.inference.diffusion_figures import plot_training
 from draftsmith.inference.evaluate_consistency import MOST_REPEATED, MOST_RISE, evaluate_consistency, quality_lines
 from draftsmith.inference.suites import load_suite
-from draftsmith.models.jacobi import JacobiConfig
 from draftsmith.train import distill_consistency
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,11 +128,11 @@ class Real:
 
     def measure(self) -> Row:
         """Base and export on held-out prompts, one interleaved run."""
-        stored = stored_denoiser(str(self.out / "run" / "export"))
+        stored = stored_consistency(str(self.out / "run" / "export"))
         assert stored is not None
         dtype = "float32" if self.args.quick else "bfloat16"
         base, trained = load_base(stored, dtype=dtype), load_consistency(stored, dtype=dtype)
-        settings = jacobi_of(stored, JacobiConfig())
+        settings = jacobi_of(stored)
         report, maps = evaluate_consistency(
             base, trained, load_suite("mini", limit=self.args.prompts), None, settings,
             max_new_tokens=self.args.max_new_tokens,
