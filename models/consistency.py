@@ -51,6 +51,7 @@ from .trajectories import SIGHT, Blocks, Start, Walk, answer_blocks, first_state
 
 STATE, SLOTS = 49, 50  # streams of `draw`
 HARD = ("data", "critic")  # labels that are tokens
+ANCHOR = parse_objective("kl")  # of anchor=base
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class ConsistencyConfig:
     """Mean over rows; or over blocks of the mean over their rows (CLLM, whose step is one block; Jacobi Forcing)."""
     ar_weight: float = 10.0
     """Weight of the autoregressive loss on the answers (CLLM: 10)."""
+    anchor: Literal["data", "base"] = "data"
+    """What the autoregressive loss holds the model to: the text's tokens (CLLM), or the frozen base's distribution (ours: the
+    base's own greedy answers as labels make it surer of itself, up to repeating itself)."""
     label_smoothing: float = 0.1
     """Share of the autoregressive labels that is spread over the vocabulary (CLLM's trainer: 0.1)."""
     allow_no_anchor: bool = False
@@ -115,6 +119,11 @@ class ConsistencyConfig:
                 f"consistency.label_smoothing = {self.label_smoothing} is of the autoregressive loss, and ar_weight is 0: set it "
                 "to 0 too"
             )
+        if self.anchor == "base" and (self.label_smoothing or not self.ar_weight):
+            raise ValueError(
+                "consistency.anchor = base has distributions for labels: set label_smoothing=0 and give ar_weight a value; got "
+                f"{self.label_smoothing}, {self.ar_weight}"
+            )
         if self.schedule == "progressive" and self.states == "noise":
             raise ValueError(
                 "consistency.schedule = progressive picks among states, and states=noise has one: use uniform"
@@ -141,10 +150,10 @@ class ConsistencyConfig:
 
     def check(self, adapters: AdapterConfig) -> None:
         """Raises ValueError where the adapters do not go with these settings."""
-        if self.labels in ("base", "critic") and adapters.kind != "lora":
+        if (self.labels in ("base", "critic") or self.anchor == "base") and adapters.kind != "lora":
             raise ValueError(
-                f"consistency.labels = {self.labels} asks the model as it was, which kind={adapters.kind} changes: set "
-                "adapters.kind=lora"
+                f"consistency.labels = {self.labels}, anchor = {self.anchor} ask the model as it was, which "
+                f"kind={adapters.kind} changes: set adapters.kind=lora"
             )
         masks = self.start == "mask" and self.states != "stored"
         if masks and adapters.mask == "none":
@@ -337,7 +346,9 @@ class Consistency(nn.Module):
             blocks = shown.blocks
             rows = self.rows(shown, shown.state_BT, *(() if shown.next_BT is None else (shown.next_BT,)))
             noisy_BQD = noisy_pass(self.target.forward, blocks.text, rows, SIGHT, cache)
-        clean_XD = clean_BTD.flatten(0, 1)
+        clean_XD, base_XD = clean_BTD.flatten(0, 1), None
+        if "base" in (config.labels, config.anchor):
+            base_XD = self.base_states(text).flatten(0, 1)
 
         both_R = rows.flat_R
         first_R = rows.copy_BQ.flatten()[both_R] == 0
@@ -350,7 +361,7 @@ class Consistency(nn.Module):
         elif config.labels == "local":  # the copies' rows are in the same order
             teacher_RD = noisy_BQD.flatten(0, 1)[both_R[~first_R]].detach()
         elif config.labels == "base":
-            teacher_RD = self.base_states(text).flatten(0, 1)[at_R]
+            teacher_RD = base_XD[at_R] if base_XD is not None else None
         elif config.labels == "critic":
             label_R = self.criticise(shown, clean_XD, hidden_RD, at_R)
         scored = compare(
@@ -365,6 +376,7 @@ class Consistency(nn.Module):
             flat_R, label_R = ar_rows(text)
             scored = compare(
                 self.target.head, clean_XD[flat_R], label_R, smoothing=config.label_smoothing,
+                teacher_RD=base_XD[flat_R] if base_XD is not None and config.anchor == "base" else None, terms=ANCHOR,
                 head_learns=adapters.head_learns,
             )  # fmt: skip
             if config.ar_weight:

@@ -248,6 +248,28 @@ def greedy(module: Any) -> list[Sample]:
     return out
 
 
+def test_the_anchor_may_be_the_base() -> None:
+    """By hand: KL from the model without adapters, over the rows that say an answer's tokens; nothing where they are zero."""
+    changes: dict[str, Any] = {"anchor": "base", "label_smoothing": 0.0, "ar_weight": 3.0}
+    module = trained(config_of("cllm", labels="base", **changes), dtype=torch.float64)
+    batch = make_batch([[sample] for sample in samples()], None, 7, 1)
+    logs, wanted = [], torch.zeros((), dtype=torch.float64)
+    for view in ("clean", "noisy"):
+        with torch.no_grad(), module.adapters.view(view):
+            hidden = module.target.forward(batch.ids_BT, batch.positions_BT).last_hidden_BTD
+            logs.append(module.target.head(hidden).log_softmax(-1))
+    kl_BT = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
+    wanted = kl_BT[:, :-1][batch.supervised_BT[:, 1:]].sum()
+    terms = module(batch, OUT, 0.0)
+    assert module.denominators(batch, 0.0)["ar"] == int(batch.supervised_BT[:, 1:].sum())
+    torch.testing.assert_close(terms.losses["ar"].detach(), 3 * wanted, rtol=1e-9, atol=0)
+    plain = trained(config_of("cllm", label_smoothing=0.0), dtype=torch.float64)(batch, OUT, 0.0)
+    assert torch.equal(terms.metrics["ar_loss"][0], plain.metrics["ar_loss"][0])  # of the text, whatever the anchor
+
+    still = trained(config_of("cllm", labels="base", **changes), disturb=0.0, dtype=torch.float64)
+    assert abs(float(still(batch, OUT, 0.0).losses["ar"].detach())) < 1e-12
+
+
 def test_states_of_the_schedules() -> None:
     """Progressive, by hand: window of 4 blocks of 4, whose wanted shares are 1/4, 2/4, 3/4, 1. Uniform: every state before the
     fixed point and no other, each block by itself."""
@@ -434,6 +456,7 @@ def test_a_batch_can_be_learnt() -> None:
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"ar_weight": 0.0}, "allow_no_anchor=true"),
         ({"ar_weight": 0.0, "allow_no_anchor": True}, "label_smoothing = 0.1"),
+        ({"anchor": "base"}, "set label_smoothing=0"),
         ({"states": "noise", "schedule": "progressive"}, "states=noise has one"),
         ({"labels": "local", "states": "online"}, "states=online keeps none"),
         ({"labels": "data", "objective": "jsd"}, "leave out objective"),
@@ -449,7 +472,7 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], match:
 
 def test_what_does_not_go_together_is_refused() -> None:
     for preset, kind, mask, match in (
-        ("self_distilled", "full", "trained", "labels = critic asks the model as it was"),
+        ("self_distilled", "full", "trained", "labels = critic, anchor = data ask the model as it was"),
         ("self_distilled", "lora", "none", "start = mask needs a mask token"),
         ("cllm", "lora", "trained", r"adapters\.mask = trained: only start=mask"),
     ):
