@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ..data.sources import DataConfig
+from ..inference.evaluate_consistency import MOST_REPEATED, MOST_RISE
 from ..models.adapters import AdapterConfig
 from ..models.consistency import PRESETS, ConsistencyConfig
 from ..models.quantize import Quantize
@@ -35,11 +36,12 @@ class GuardConfig:
     held-out evaluation, the repeated 4-grams of greedy answers of the probe."""
 
     action: Literal["stop", "warn"] = "stop"
-    """After a collapse: end the run with code 1, or say so and go on. A step that is out of bounds is never the best one."""
-    max_rise: float = 0.10
-    """Most that the cross-entropy of held-out answers may rise, in nats (ours)."""
-    max_repeated: float = 0.05
-    """Most that the share of repeated 4-grams may rise (ours)."""
+    """After a collapse: end the run with code 1, or say so and go on; where no step was within bounds: export nothing and end
+    with code 1, or export the last one and say so. A step that is out of bounds is never the best one."""
+    max_rise: float = MOST_RISE
+    """Most that the cross-entropy of held-out answers may rise, in nats (ours; `evaluate` flags more than that)."""
+    max_repeated: float = MOST_REPEATED
+    """Most that the share of repeated 4-grams may rise (ours; likewise)."""
     collapse: float = 3.0
     """A figure that rose so many times as far is a collapse (ours; while the learning rate is high, cross-entropy may well
     rise by 0.2 and come back)."""
@@ -136,6 +138,17 @@ def check(config: ConsistencyRun) -> None:
             "target.dtype=float32, or adapters.kind=lora"
         )
     config.objective.check(config.adapters)
+    if config.objective.states == "stored" and config.objective.start == "mask":
+        raise UsageError(
+            "objective.start=mask: no stored trajectory begins so; set objective.start to what the data begin with (prompt, text, "
+            "last or random), or objective.states to online or noise"
+        )
+    passes, usual = config.objective.passes, ConsistencyConfig.passes
+    if config.objective.states != "online" and passes != usual:
+        raise UsageError(
+            f"objective.passes={passes} is of the walk of states=online, and objective.states={config.objective.states} has "
+            f"none: leave it out, or put back what a recipe sets with objective.passes={usual}"
+        )
     if config.objective.block >= config.data.max_length:
         raise UsageError(
             f"objective.block={config.objective.block} is no part of a text of data.max_length={config.data.max_length}: "

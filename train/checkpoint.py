@@ -46,7 +46,9 @@ class State:
     losses: list[float] = field(default_factory=list)  # of the last steps, for the running median
     first_median: float | None = None
     first: dict[str, float] = field(default_factory=dict)  # figures of step 0, where they were asked for
+    looked: dict[str, int] = field(default_factory=dict)  # last step that was measured, by kind of figures
     sound: int = 0  # last step that was measured with nothing to say against it
+    against: str | None = None  # what there was to say against the last one that was measured
     best: float | None = None
     best_step: int | None = None
     done: bool = False  # the whole budget is used

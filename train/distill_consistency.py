@@ -28,13 +28,17 @@ from draftsmith.data.sources import Conversation
 from draftsmith.inference.consistency_folder import save_consistency
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.models.adapters import Adapters
-from draftsmith.models.consistency import Consistency
+from draftsmith.models.consistency import Consistency, ConsistencyConfig
 from draftsmith.models.target import Target
 from draftsmith.train.guard import decoding_of, jacobi_probe, judge_of
 from draftsmith.train.script import end
 from draftsmith.train.tuning import Tuning, launch
 
+DECODED = {"text": "prompt"}  # first guesses that decoding does not offer, and those that stand for them
 SCRIPT = Path(__file__).name
+REMEDY = (
+    "lower optim.lr or raise objective.ar_weight in another run; guard.action=warn exports the last step all the same"
+)
 
 
 def build(config: ConsistencyRun, target: Target) -> Tuning:
@@ -49,7 +53,7 @@ def build(config: ConsistencyRun, target: Target) -> Tuning:
 
     def check(talks: Sequence[Conversation], samples: Sequence[Sample]) -> None:
         if objective.states == "stored":
-            refuse_other_states(objective.block, talks, samples)
+            refuse_other_states(objective, talks, samples)
 
     def save(folder: Path, facts: RunFacts) -> Path:
         return save_consistency(folder, config.preset, asdict(objective), adapters, facts, decode)
@@ -65,22 +69,32 @@ def build(config: ConsistencyRun, target: Target) -> Tuning:
         save,
         partial(jacobi_probe, adapters, decode, config.evaluate.probe_tokens),
         judge_of(config.guard),
+        REMEDY if config.guard.action == "stop" else None,
         None if objective.ar_weight else unkept,
     )
 
 
-def refuse_other_states(block: int, talks: Sequence[Conversation], samples: Sequence[Sample]) -> None:
-    """Raises ValueError when a sample has no stored trajectory, or one of other blocks than `block`."""
+def refuse_other_states(objective: ConsistencyConfig, talks: Sequence[Conversation], samples: Sequence[Sample]) -> None:
+    """Raises ValueError when a sample has no stored trajectory, or one of other blocks or other first guesses than the model
+    will be decoded with (where tokens of the text are those of the prompt)."""
+    block, start = objective.block, objective.start
     if lacking := sum(s.states is None for s in samples):
         raise ValueError(
             f"{lacking} of {len(samples)} samples have no trajectories, which objective.states=stored shows: write them with "
-            f"`draftsmith rollout --trajectories {block}`, or set objective.states=online"
+            f"`draftsmith rollout --trajectories {block} --start {start}`, or set objective.states=online"
         )
-    sizes = {talk.jacobi.block for talk in talks if talk.jacobi is not None}
+    stored = [talk.jacobi for talk in talks if talk.jacobi is not None]
+    sizes = {one.block for one in stored}
     if other := sizes - {block}:
         raise ValueError(
             f"objective.block={block}, but there are trajectories of blocks of {', '.join(map(str, sorted(other)))}: train on "
-            f"those, or write others with `draftsmith rollout --trajectories {block}`"
+            f"those, or write others with `draftsmith rollout --trajectories {block} --start {start}`"
+        )
+    if strange := {one.start for one in stored if DECODED.get(one.start, one.start) != DECODED.get(start, start)}:
+        raise ValueError(
+            f"objective.start={start}, but there are trajectories that begin with {', '.join(sorted(strange))}, and the model "
+            f"is decoded from what it has seen: set objective.start to that, or write others with `draftsmith rollout "
+            f"--trajectories {block} --start {start}`"
         )
 
 

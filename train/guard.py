@@ -31,14 +31,18 @@ LOSS, REPEATED, SPEED = "ar_loss", "repeated_share", "tokens_per_forward"
 
 def decoding_of(objective: ConsistencyConfig, mask_id: int | None) -> JacobiConfig:
     """How a model of this objective is decoded: as many guesses as its block has places, at all times (a trained SmolLM2 came to
-    1.30 tokens per forward so, and to 1.25 up to the end of a block), but block by block where it learnt windows of them;
-    and first guesses of the kind that it has seen (for tokens of the text before a block, which decoding does not offer,
-    those of the prompt)."""
-    window: Literal["block", "slide"] = "slide" if objective.window == 1 else "block"
-    if objective.start == "mask" and mask_id is not None:
-        return JacobiConfig(block=objective.block, window=window, start="mask", mask_id=mask_id)
-    start = objective.start if objective.start in ("last", "random") else "prompt"
-    return JacobiConfig(block=objective.block, window=window, start=start)
+    1.30 tokens per forward so, and to 1.25 up to the end of a block); but two blocks in flight where a block learnt to read
+    noisy ones before it. First guesses are of the kind that it has seen (for tokens of the text before a block, which
+    decoding does not offer, those of the prompt)."""
+    start: Literal["prompt", "last", "random", "mask"] = "prompt"
+    if objective.start in ("last", "random"):
+        start = objective.start
+    elif objective.start == "mask" and mask_id is not None:
+        start = "mask"
+    mask = mask_id if start == "mask" else None
+    if objective.window > 1:
+        return JacobiConfig(block=objective.block, blocks=2, window="block", start=start, mask_id=mask)
+    return JacobiConfig(block=objective.block, window="slide", start=start, mask_id=mask)
 
 
 def jacobi_probe(adapters: Adapters, decode: JacobiConfig, tokens: int, prompts: list[list[int]]) -> Probe:

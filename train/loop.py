@@ -174,7 +174,7 @@ def train(
         checkpoint.save(folder / "checkpoints", state, settings, drafter, optimisers, accelerator, config.save.keep)
 
     summary = Summary(state)
-    last_save, rate, looked = time.monotonic(), 0.0, state.step
+    last_save, rate = time.monotonic(), 0.0
     logged: dict[str, tuple[float, float]] = {}
     with RunLog(folder, config, accelerator, state.step) as log, Stop() as stop:
         for name in damaged:
@@ -182,32 +182,49 @@ def train(
         if start is not None:
             log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
 
-        def measure(everything: bool) -> dict[str, float]:
-            """Held-out figures and probe, where they are due in this step; the same in every process."""
-            found: dict[str, float] = {}
-            if heldout and (everything or state.step % config.evaluate.every == 0):
-                figures = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
-                if figures:
-                    summary.heldout, found = figures, figures
-                    log.write("heldout", state.step, figures, f"step {state.step}  held out: {short(figures)}")
-            probe_every = config.evaluate.probe_every
-            if probe is not None and (everything or (probe_every and state.step % probe_every == 0)):
-                figures = {}
-                if accelerator.is_main_process:
+        def wanted(everything: bool) -> list[str]:
+            """The figures that this step wants, unless all of them were measured."""
+            every = {"heldout": config.evaluate.every} if heldout else {}
+            every |= {"probe": config.evaluate.probe_every} if probe is not None else {}
+            kinds = [kind for kind, steps in every.items() if everything or (steps and state.step % steps == 0)]
+            return kinds if any(state.looked.get(kind) != state.step for kind in kinds) else []
+
+        def measure(kinds: Sequence[str]) -> dict[str, float]:
+            """Held-out figures and probe; the same in every process. A signal makes all of it nothing: the next launch
+            measures again."""
+            rng, found = checkpoint.rng_state(), dict[str, dict[str, float]]()
+            for kind in kinds:
+                if kind == "heldout":
+                    found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                    continue
+                figures: dict[str, float] = {}
+                if probe is not None and accelerator.is_main_process:
                     figures = probe(drafter, lambda: bool(stop.signal))
                     drafter.train()
-                figures = engine.shared(accelerator, figures)
+                found[kind] = engine.shared(accelerator, figures)
+            (stopped,) = engine.total(accelerator, [float(stop.signal)])
+            if stopped:
+                checkpoint.set_rng_state(rng)
+                return {}
+            for kind, figures in found.items():
                 if figures:
-                    summary.probe, found = figures, found | figures
-                    log.write("probe", state.step, figures, f"step {state.step}  probe: {short(figures)}")
-            return found
+                    text = {"heldout": "held out", "probe": "probe"}[kind]
+                    log.write(kind, state.step, figures, f"step {state.step}  {text}: {short(figures)}")
+            summary.heldout = found.get("heldout") or summary.heldout
+            summary.probe = found.get("probe") or summary.probe
+            state.looked = state.looked | dict.fromkeys(kinds, state.step)
+            return {name: value for figures in found.values() for name, value in figures.items()}
 
         def look(everything: bool) -> bool:
             """Measure what is due, hear the judge, and keep the best step. True when the run must end here."""
-            nonlocal start, last_save, looked
-            looked, figures = state.step, measure(everything)
-            verdict = judge(state, figures) if figures else Verdict()
-            if figures and not verdict.against:
+            nonlocal start, last_save
+            kinds = wanted(everything)
+            figures = measure(kinds) if kinds else {}
+            if not figures:
+                return False
+            verdict = judge(state, figures)
+            state.against = verdict.against
+            if not verdict.against:
                 state.sound = state.step
             if verdict.score is not None and (state.best is None or verdict.score > state.best):
                 state.best, state.best_step = verdict.score, state.step
@@ -220,18 +237,19 @@ def train(
             return verdict.stop
 
         if evaluate_first and not state.step and not state.first:
-            first = measure(True)
-            (stopped,) = engine.total(accelerator, [float(stop.signal)])
-            state.first = {} if stopped else first  # all of it, or again by the next launch
+            state.first = measure(wanted(True))
 
         while True:
-            # 3. The window of this step; its counts over all processes, before any loss.
-            began = time.monotonic()
+            # 3. Held-out figures and the probe of the step that was taken (here, so that those which a signal cut are made
+            #    by the next launch), and what the judge says to them.
             if state.window >= stream.windows(state.epoch):
                 state.epoch, state.window = state.epoch + 1, 0
             used = budget_used(config.budget, state, total_steps)
-            if used >= 1.0 and looked != state.step and look(True):  # a skipped step used the budget up
+            if state.step and look(used >= 1.0):
                 break
+
+            # 4. The window of the next step; its counts over all processes, before any loss.
+            began = time.monotonic()
             state.done = used >= 1.0
             stop_here = config.budget.stop_at is not None and state.step >= config.budget.stop_at
             batches = [b.to(device) for b in stream.window(state.epoch, state.window)]
@@ -249,7 +267,7 @@ def train(
             )
             counts, (tokens, stopped, due) = dict(zip(names, sums[:-3], strict=True)), sums[-3:]
 
-            # 4. Save at rest: between steps, where a few integers say all. The end of the budget always saves.
+            # 5. Save at rest: between steps, where a few integers say all. The end of the budget always saves.
             ending = bool(stopped) or state.done or stop_here
             if (
                 ending
@@ -262,11 +280,11 @@ def train(
                 summary.signal = stop.signal or (signal.SIGTERM if stopped else 0)
                 break
 
-            # 5. Learning rate of this step: by the share of the budget that will be used once it is done.
+            # 6. Learning rate of this step: by the share of the budget that will be used once it is done.
             used_after = budget_used(config.budget, state, total_steps, 1, int(tokens), rate)
             lr = set_lr(optimisers, lr_factor(used_after, config.optim))
 
-            # 6. Forward and backward of every micro-batch. A loss that is not finite, or far above what the run is
+            # 7. Forward and backward of every micro-batch. A loss that is not finite, or far above what the run is
             #    used to, skips the whole step; a signal ends it (the window is repeated after the resume).
             loss, metrics, bad = 0.0, dict[str, tuple[float, float]](), None
             rng = checkpoint.rng_state()
@@ -289,7 +307,7 @@ def train(
                         engine.backward(accelerator, model, part, last)
                 add(metrics, {name: (float(value), float(count)) for name, (value, count) in pairs.items()})
 
-            # 7. Update, or skip: count it, name its samples, and give up when nothing else comes.
+            # 8. Update, or skip: count it, name its samples, and give up when nothing else comes.
             if bad == "stopped":
                 engine.discard(accelerator, model, optimisers)
                 checkpoint.set_rng_state(rng)
@@ -312,7 +330,7 @@ def train(
             (rate,) = engine.total(accelerator, [time.monotonic() - began if accelerator.is_main_process else 0.0])
             state.seconds += rate  # the main process's clock decides: budgets must end everywhere in the same step
 
-            # 8. Say how it goes.
+            # 9. Say how it goes.
             add(logged, metrics)
             now = budget_used(config.budget, state, total_steps)
             left = state.seconds / now - state.seconds if now else math.inf
@@ -326,10 +344,6 @@ def train(
                     f"step {state.step}  loss {loss:.4f}  lr {lr:.2e}  {tokens / rate:.0f} tok/s  {duration(left)} left"
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
-
-            # 9. Held-out figures and the probe, and what the judge says to them.
-            if look(now >= 1.0):
-                break
     return summary
 
 

@@ -6,8 +6,9 @@ Tests: `pytest tests/test_convert_diffusion.py tests/test_distill_consistency.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class Tuning:
 
     `config`: the settings, with what was loaded written into them. `check(conversations, samples)` raises ValueError
     for data that this training cannot use. `save(folder, facts)` writes the export. `probe(prompts)`: a probe on held-out prompts (ids).
-    `warning`: a line to be said before it begins.
+    `refusal`: what to do where no step was within the judge's bounds, so that nothing is exported; None: the last step is
+    exported all the same. `warning`: a line to be said before it begins.
     """
 
     config: RunConfig
@@ -52,14 +54,16 @@ class Tuning:
     save: Callable[[Path, RunFacts], Path]
     probe: Callable[[list[list[int]]], Probe] | None = None
     judge: Judge = by_run_length
+    refusal: str | None = None
     warning: str | None = None
 
 
 def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, Target], Tuning]) -> int:
     """Run the training that `build` makes of settings and target; returns the exit code.
 
-    The export holds the weights of the best step where the judge names one, else of the last. Raises ValueError before
-    anything is written when the run folder holds another run.
+    The export holds the weights of the best step where the judge names one, else of the last; none, and code 1, where that
+    is out of bounds and the training has a `refusal`. Raises ValueError before anything is written when the run folder
+    holds another run.
     """
     folder = engine.run_folder(config)
     accelerator = engine.start(config)
@@ -100,14 +104,21 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
         judge=tuning.judge,
     )
     code, best = how_it_ended(config, summary, say), summary.state.best_step
-    if code is not None and (summary.stopped is None or best is None):
+    if code is not None and summary.stopped is None:
         return code
+    against = summary.state.against if best is None else None
+    if against and tuning.refusal:
+        say(f"no export: no step could be chosen, and at the last one {against}; {tuning.refusal}", file=sys.stderr)
+        return 1
     if accelerator.is_main_process:
         heldout, probe = (logged(folder, kind, best) for kind in ("heldout", "probe"))
         module.eval()
         if best is not None:
             checkpoint.load_tensors(folder / f"checkpoints/step-{best:08d}", module)
         facts = run_facts(config, script, argv, samples, summary, heldout, probe or None, best)
+        if against:
+            facts = replace(facts, training=facts.training | {"out_of_bounds": against})
+            say(f"warning: no step was within bounds; the export is of the last one, where {against}")
         place = tuning.save(folder / "export", facts)
         say(f"export: {place}{'' if best is None else f', of step {best}'}")
     accelerator.wait_for_everyone()
