@@ -5,7 +5,7 @@
 
 `ids`: the conversation's last answer, the end of its turn included; blocks are counted from its first token. `first`: one
 id per token of it. `passes[i]`: what the i-th pass changed, place and id in turn, ascending. All blocks advance in every
-pass until they are the text, so that after the last pass the state is `ids`. `other`: blocks whose text is not what
+pass until they are the text, so that after i passes the first i places of each are, and after the last the state is `ids`. `other`: blocks whose text is not what
 the model says, and which are the text in all states (inference/trajectories.py, which writes them). `augment`: chance
 with which wrong tokens were replaced by the text's. Earlier answers of a conversation have no states.
 
@@ -90,13 +90,23 @@ def parse_states(raw: Any, ids: Sequence[int] | None, where: str) -> JacobiState
         raise ValueError(f"{wrong}must have one token id per token of `ids` under `first`")
     if not _is_count(other) or not isinstance(raw["augment"], int | float) or not 0 <= raw["augment"] <= 1:
         raise ValueError(f"{wrong}has other {other!r} and augment {raw['augment']!r}: a count and a share are needed")
+    if other > -(-len(ids) // block):
+        raise ValueError(f"{wrong}has other {other}, more than there are blocks of {block} in {len(ids)} tokens")
     if not isinstance(passes, list):
         raise ValueError(f"{wrong}must have a list of passes")
+    if len(passes) > (most := min(block, len(ids))):
+        raise ValueError(
+            f"{wrong}has {len(passes)} passes: blocks of {block} in {len(ids)} tokens are settled after {most}"
+        )
     state = list(first)
     for number, changes in enumerate(passes, 1):
         places = changes[::2] if _are_counts(changes) and len(changes) % 2 == 0 else [len(state)]
         if any(b <= a for a, b in itertools.pairwise(places)) or any(p >= len(state) for p in places):
             raise ValueError(f"{wrong}pass {number} must hold ascending places below {len(state)}, each with its id")
+        if any(p % block < number - 1 for p in places):
+            raise ValueError(
+                f"{wrong}pass {number} changes what is settled: after i passes the first i places of a block are the text"
+            )
         for place, token in zip(places, changes[1::2], strict=True):
             state[place] = token
     if state != list(ids):
@@ -105,7 +115,7 @@ def parse_states(raw: Any, ids: Sequence[int] | None, where: str) -> JacobiState
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _are_counts(values: Any) -> bool:

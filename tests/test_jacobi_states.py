@@ -25,7 +25,8 @@ def states(seed: int = 0, passes: int = 5, ids: Any = IDS) -> torch.Tensor:
     text = torch.tensor(ids)
     rows = [torch.where(torch.rand(7, generator=gen) < 0.5, text, torch.randint(0, 200, (7,), generator=gen))]
     for i in range(1, passes):
-        rows.append(torch.where(torch.arange(7) < 2 * i, text, rows[-1] + (torch.rand(7, generator=gen) < 0.3).long()))
+        settled = torch.arange(7) % 4 < i
+        rows.append(torch.where(settled, text, rows[-1] + (torch.rand(7, generator=gen) < 0.3).long()))
     return torch.stack([*rows, text])
 
 
@@ -61,9 +62,11 @@ def test_the_example_of_the_docstring() -> None:
         ({"start": None}, "start None"),
         ({"augment": 2}, "augment 2"),
         ({"other": -1}, "other -1"),
+        ({"other": 3}, "other 3, more than there are blocks of 4 in 7 tokens"),
         ({"first": IDS[:-1]}, "one token id per token of `ids`"),
         ({"first": [1.5, *IDS[1:]]}, "one token id per token of `ids`"),
-        ({"first": [2**63, *IDS[1:]]}, "one token id per token of `ids`"),
+        ({"first": [2**31, *IDS[1:]]}, "one token id per token of `ids`"),
+        ({"first": [-1, *IDS[1:]]}, "one token id per token of `ids`"),
         ({"passes": None}, "list of passes"),
         ({"passes": [[]] * 2 + [[0]]}, "pass 3 must hold ascending places below 7"),
         ({"passes": [[7, 1]]}, "pass 1 must hold"),
@@ -72,6 +75,11 @@ def test_the_example_of_the_docstring() -> None:
         ({"passes": [[0, -5]]}, "pass 1 must hold"),
         ({"passes": ["01"]}, "pass 1 must hold"),
         ({"passes": []}, "does not end in `ids`"),
+        ({"first": IDS, "passes": [[]] * 5}, "has 5 passes: blocks of 4 in 7 tokens are settled after 4"),
+        ({"first": IDS, "passes": [[]] * 8, "block": 2**31 - 1}, "has 8 passes: .* in 7 tokens are settled after 7"),
+        ({"passes": [[0, 2**31]]}, "pass 1 must hold"),
+        ({"first": IDS, "passes": [[], [4, 101]]}, "pass 2 changes what is settled"),
+        ({"first": IDS, "passes": [[], [5, 9], [5, 102]]}, "pass 3 changes what is settled"),
     ],
 )
 def test_other_shapes_are_refused_by_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
