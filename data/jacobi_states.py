@@ -15,8 +15,9 @@ Test: pytest tests/test_jacobi_states.py
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class JacobiStates:
-    """States of one answer of n tokens; the fields are those of the line (module docstring)."""
+    """States of one answer of n tokens; the fields are those of the line (module docstring), numbers in 32 bits."""
 
     block: int
     start: str
-    first: list[int]
-    passes: list[list[int]]
+    first: array[int]
+    passes: list[array[int]]
     augment: float = 0.0
     other: int = 0
 
@@ -46,26 +47,46 @@ class JacobiStates:
 
     def record(self) -> dict[str, Any]:
         """What the line holds under `jacobi`."""
-        return asdict(self)
+        return vars(self) | {"first": self.first.tolist(), "passes": [changes.tolist() for changes in self.passes]}
+
+
+@dataclass(frozen=True)
+class PlacedStates:
+    """States of an answer whose first token stands at `at` in its sample. They are unpacked when a batch is made: kept whole
+    they would take several times the memory of all else that is known of a sample."""
+
+    stored: JacobiStates
+    at: int
+
+    def __len__(self) -> int:
+        """I, the number of states."""
+        return 1 + len(self.stored.passes)
+
+    def dense(self, ids_n: Tensor) -> Tensor:
+        """int64 [I, n], the first state first: the sample's ids wherever there is none, and cut where they are."""
+        dense_In, states_Im = ids_n.repeat(len(self), 1), unpack_states(self.stored)
+        end = min(len(ids_n), self.at + states_Im.shape[1])
+        dense_In[:, self.at : end] = states_Im[:, : max(end - self.at, 0)]
+        return dense_In
 
 
 def pack_states(states_In: Tensor, block: int, start: str, augment: float = 0.0, other: int = 0) -> JacobiStates:
     """int64 [I, n], the last one the text -> what is stored; passes at the end that change nothing are left out."""
-    passes: list[list[int]] = []
+    passes: list[array[int]] = []
     for i in range(1, len(states_In)):
         places_X = (states_In[i] != states_In[i - 1]).nonzero()[:, 0]
-        passes.append(torch.stack([places_X, states_In[i, places_X]], dim=1).flatten().tolist())
+        passes.append(array("i", torch.stack([places_X, states_In[i, places_X]], dim=1).flatten().tolist()))
     while passes and not passes[-1]:
         passes.pop()
-    return JacobiStates(block, start, states_In[0].tolist(), passes, augment, other)
+    return JacobiStates(block, start, array("i", states_In[0].tolist()), passes, augment, other)
 
 
 def unpack_states(stored: JacobiStates) -> Tensor:
     """int64 [I, n], the first state first and the text last."""
-    states_In = torch.tensor(stored.first).repeat(1 + len(stored.passes), 1)
+    states_In = torch.frombuffer(stored.first, dtype=torch.int32).long().repeat(1 + len(stored.passes), 1)
     for i, changes in enumerate(stored.passes, 1):
         if changes:
-            at_X, ids_X = torch.tensor(changes).view(-1, 2).T
+            at_X, ids_X = torch.frombuffer(changes, dtype=torch.int32).long().view(-1, 2).T
             states_In[i:, at_X] = ids_X
     return states_In
 
@@ -111,7 +132,8 @@ def parse_states(raw: Any, ids: Sequence[int] | None, where: str) -> JacobiState
             state[place] = token
     if state != list(ids):
         raise ValueError(f"{wrong}does not end in `ids`: its last state is another text")
-    return JacobiStates(block, raw["start"], first, passes, float(raw["augment"]), other)
+    kept = [array("i", changes) for changes in passes]
+    return JacobiStates(block, raw["start"], array("i", first), kept, float(raw["augment"]), other)
 
 
 def _is_count(value: Any) -> bool:

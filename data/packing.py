@@ -94,7 +94,7 @@ def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: i
             if states_BIT is not None:
                 states_BIT[b, :, span] = sample.ids
                 if sample.states is not None:
-                    states_BIT[b, : len(sample.states), span] = sample.states
+                    states_BIT[b, : len(sample.states), span] = sample.states.dense(sample.ids)
             at = span.stop
     return Batch(ids_BT, supervised_BT, positions_BT, samples_BT, epoch, seed, order_BT, states_BIT=states_BIT)
 

@@ -5,13 +5,14 @@ Run: pytest tests/test_jacobi_states.py
 
 import dataclasses
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.data.encode import Refused, encode
+from draftsmith.data.encode import Refused, encode, encode_all
 from draftsmith.data.jacobi_states import JacobiStates, pack_states, parse_states, unpack_states
 from draftsmith.data.packing import make_batch
 from draftsmith.data.sources import Conversation, DataConfig, load_conversations
@@ -108,19 +109,65 @@ def test_samples_have_the_states_at_their_places(tokenizer: Any) -> None:
     plain = encode(dataclasses.replace(conv, jacobi=None), tokenizer, 0, 1000)
     assert plain.states is None
     n = len(plain)
-    for length in (1000, n - 3):
+    for length in (1000, n - 3, n - 6):
         sample = encode(conv, tokenizer, 0, length)
-        assert sample.states is not None and sample.states.dtype == torch.int64
+        assert sample.states is not None
+        dense_In = sample.states.dense(sample.ids)
+        assert dense_In.dtype == torch.int64 and len(sample.states) == len(states_In)
         assert torch.equal(sample.ids, plain.ids[:length])
-        assert torch.equal(sample.states[:, : n - 7], plain.ids[: n - 7].expand(len(states_In), -1))
-        assert torch.equal(sample.states[:, n - 7 :], states_In[:, : len(sample) - n + 7])
+        assert torch.equal(dense_In[:, : n - 7], plain.ids[: n - 7].expand(len(states_In), -1))
+        assert torch.equal(dense_In[:, n - 7 :], states_In[:, : len(sample) - n + 7])
     assert data_fingerprint([plain]) != data_fingerprint([encode(conv, tokenizer, 0, 1000)])
     added = encode(dataclasses.replace(conv, truncated=False), tokenizer, 0, 1000)  # its end of turn is not the model's
-    assert added.states is not None and added.states.shape == (len(states_In), n + 1)
-    assert bool((added.states[:, -1] == added.ids[-1]).all())
+    assert added.states is not None
+    added_In = added.states.dense(added.ids)
+    assert added_In.shape == (len(states_In), n + 1) and bool((added_In[:, -1] == added.ids[-1]).all())
     batch = make_batch([[plain, added]], None, 0, 0)
-    assert batch.states_BIT is not None and torch.equal(batch.states_BIT[0, :, n:], added.states)
+    assert batch.states_BIT is not None and torch.equal(batch.states_BIT[0, :, n:], added_In)
     assert torch.equal(batch.states_BIT[0, :, :n], plain.ids.expand(len(states_In), -1))
+
+
+def test_nothing_is_unpacked_before_a_batch_is_made(tokenizer: Any, tmp_path: Path) -> None:
+    """Samples keep what their lines hold, four bytes a number, whatever became of them."""
+    ids = tokenizer("abcdefg")["input_ids"]
+    made = [talk(pack_states(states(seed, ids=ids), 4, "prompt"), ids) for seed in range(40)]
+    question: dict[str, Any] = {"role": "user", "content": "Hi"}
+    earlier = {"role": "assistant", "content": "answered before"}
+    made += [dataclasses.replace(t, messages=[question, earlier, *t.messages]) for t in made[:10]]
+    file = tmp_path / "a.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps(
+                {"id": str(i), "messages": t.messages, "ids": ids, "truncated": True, "jacobi": t.jacobi.record()}
+            )
+            + "\n"
+            for i, t in enumerate(made)
+            if t.jacobi is not None
+        )
+    )
+    talks = load_conversations(DataConfig(source=str(file)))
+    whole = len(encode(made[40], tokenizer, 0, 1000))
+    for length in (1000, whole - 3, whole - 7):  # all, and of the ten last answers: four tokens, none
+        samples, _ = encode_all(talks, tokenizer, length)
+        assert len(samples) == 50
+        for sample, t in zip(samples, talks, strict=True):
+            assert sample.states is not None and sample.states.stored is t.jacobi
+            assert all(v.shape == sample.ids.shape for v in vars(sample).values() if isinstance(v, torch.Tensor))
+            numbers = [sample.states.stored.first, *sample.states.stored.passes]
+            assert all(isinstance(x, array) and x.itemsize == 4 for x in numbers)
+        batch = make_batch([samples[:3], samples[3:20], samples[20:]], None, 0, 0)
+        assert batch.states_BIT is not None
+        for b, row in enumerate((range(3), range(3, 20), range(20, 50))):
+            at = 0
+            for i in row:
+                dense_In, t = samples[i].ids.repeat(batch.states_BIT.shape[1], 1), made[i]
+                assert t.jacobi is not None
+                states_In = unpack_states(t.jacobi)
+                start = len(encode(dataclasses.replace(t, jacobi=None), tokenizer, 0, 1000)) - len(ids)
+                kept = max(len(samples[i]) - start, 0)
+                dense_In[: len(states_In), start : start + kept] = states_In[:, :kept]
+                assert torch.equal(batch.states_BIT[b, :, at : at + len(samples[i])], dense_In)
+                at += len(samples[i])
 
 
 def test_states_of_another_tokenizer_are_not_taken(tokenizer: Any) -> None:
