@@ -52,21 +52,17 @@ class JacobiStates:
 
 @dataclass(frozen=True)
 class PlacedStates:
-    """States of an answer whose first token stands at `at` in its sample. They are unpacked when a batch is made: kept whole
-    they would take several times the memory of all else that is known of a sample."""
+    """States of an answer whose first token stands at `at` in its sample. Held as stored, in a few bytes per token, and
+    unpacked when a batch is made."""
 
     stored: JacobiStates
     at: int
 
-    def __len__(self) -> int:
-        """I, the number of states."""
-        return 1 + len(self.stored.passes)
-
     def dense(self, ids_n: Tensor) -> Tensor:
         """int64 [I, n], the first state first: the sample's ids wherever there is none, and cut where they are."""
-        dense_In, states_Im = ids_n.repeat(len(self), 1), unpack_states(self.stored)
-        end = min(len(ids_n), self.at + states_Im.shape[1])
-        dense_In[:, self.at : end] = states_Im[:, : max(end - self.at, 0)]
+        states_Im = unpack_states(self.stored, max(len(ids_n) - self.at, 0))
+        dense_In = ids_n.repeat(len(states_Im), 1)
+        dense_In[:, self.at : self.at + states_Im.shape[1]] = states_Im
         return dense_In
 
 
@@ -81,13 +77,16 @@ def pack_states(states_In: Tensor, block: int, start: str, augment: float = 0.0,
     return JacobiStates(block, start, array("i", states_In[0].tolist()), passes, augment, other)
 
 
-def unpack_states(stored: JacobiStates) -> Tensor:
-    """int64 [I, n], the first state first and the text last."""
-    states_In = torch.frombuffer(stored.first, dtype=torch.int32).long().repeat(1 + len(stored.passes), 1)
-    for i, changes in enumerate(stored.passes, 1):
+def unpack_states(stored: JacobiStates, length: int | None = None) -> Tensor:
+    """int64 [I, n], the first state first and the text last; of the answer's first `length` tokens, None = of all."""
+    first_n = torch.tensor(stored.first[:length].tolist(), dtype=torch.int64)
+    passes = stored.passes[: len(first_n)]  # n tokens are the text after n passes at the latest
+    states_In = first_n.repeat(1 + len(passes), 1)
+    for i, changes in enumerate(passes, 1):
         if changes:
             at_X, ids_X = torch.frombuffer(changes, dtype=torch.int32).long().view(-1, 2).T
-            states_In[i:, at_X] = ids_X
+            kept_X = at_X < len(first_n)
+            states_In[i:, at_X[kept_X]] = ids_X[kept_X]
     return states_In
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftsmith.data.encode import Refused, encode, encode_all
-from draftsmith.data.jacobi_states import JacobiStates, pack_states, parse_states, unpack_states
+from draftsmith.data.jacobi_states import JacobiStates, PlacedStates, pack_states, parse_states, unpack_states
 from draftsmith.data.packing import make_batch
 from draftsmith.data.sources import Conversation, DataConfig, load_conversations
 from draftsmith.data.states import data_fingerprint
@@ -113,10 +113,12 @@ def test_samples_have_the_states_at_their_places(tokenizer: Any) -> None:
         sample = encode(conv, tokenizer, 0, length)
         assert sample.states is not None
         dense_In = sample.states.dense(sample.ids)
-        assert dense_In.dtype == torch.int64 and len(sample.states) == len(states_In)
+        kept = len(sample) - n + 7
+        assert dense_In.dtype == torch.int64 and len(dense_In) == min(len(states_In), 1 + kept)
         assert torch.equal(sample.ids, plain.ids[:length])
-        assert torch.equal(dense_In[:, : n - 7], plain.ids[: n - 7].expand(len(states_In), -1))
-        assert torch.equal(dense_In[:, n - 7 :], states_In[:, : len(sample) - n + 7])
+        assert torch.equal(dense_In[:, : n - 7], plain.ids[: n - 7].expand(len(dense_In), -1))
+        assert torch.equal(dense_In[:, n - 7 :], states_In[: len(dense_In), :kept])
+        assert torch.equal(dense_In[-1], sample.ids)  # what is left out would be the text once more
     assert data_fingerprint([plain]) != data_fingerprint([encode(conv, tokenizer, 0, 1000)])
     added = encode(dataclasses.replace(conv, truncated=False), tokenizer, 0, 1000)  # its end of turn is not the model's
     assert added.states is not None
@@ -146,7 +148,7 @@ def test_nothing_is_unpacked_before_a_batch_is_made(tokenizer: Any, tmp_path: Pa
         )
     )
     talks = load_conversations(DataConfig(source=str(file)))
-    whole = len(encode(made[40], tokenizer, 0, 1000))
+    short, whole = (len(encode(made[i], tokenizer, 0, 1000)) for i in (0, 40))
     for length in (1000, whole - 3, whole - 7):  # all, and of the ten last answers: four tokens, none
         samples, _ = encode_all(talks, tokenizer, length)
         assert len(samples) == 50
@@ -163,11 +165,17 @@ def test_nothing_is_unpacked_before_a_batch_is_made(tokenizer: Any, tmp_path: Pa
                 dense_In, t = samples[i].ids.repeat(batch.states_BIT.shape[1], 1), made[i]
                 assert t.jacobi is not None
                 states_In = unpack_states(t.jacobi)
-                start = len(encode(dataclasses.replace(t, jacobi=None), tokenizer, 0, 1000)) - len(ids)
+                start = (short if i < 40 else whole) - len(ids)
                 kept = max(len(samples[i]) - start, 0)
                 dense_In[: len(states_In), start : start + kept] = states_In[:, :kept]
                 assert torch.equal(batch.states_BIT[b, :, at : at + len(samples[i])], dense_In)
                 at += len(samples[i])
+
+
+def test_a_sample_that_is_cut_takes_no_more_states_than_tokens() -> None:
+    long = JacobiStates(3000, "prompt", array("i", [5] * 3000), [array("i", [2999, i % 2]) for i in range(2999)])
+    dense_In = PlacedStates(long, 2).dense(torch.arange(10))
+    assert torch.equal(dense_In, torch.tensor([0, 1, *[5] * 8]).expand(9, -1))
 
 
 def test_states_of_another_tokenizer_are_not_taken(tokenizer: Any) -> None:
