@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .jacobi_states import unpack_states
+from .jacobi_states import PlacedStates
 from .sources import Conversation
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -48,8 +48,8 @@ class Refused(ValueError):
 class Sample:
     """One document: `ids` int64 [n], `supervised` bool [n] (True = a token the assistant wrote, or its end of turn).
     `order` int64 [n], where the answer came with it: the decoding pass that decided the token, -1 = not known.
-    `states` int64 [I, n], where the answer came with them: the Jacobi states of its blocks, the first one first; a block
-    that is settled, and all that is in none, is the text itself."""
+    `states`, where the answer came with them: the Jacobi states of its blocks; `states.dense(ids)` is int64 [I, n], in which
+    a block that is settled, and all that is in none, is the text itself."""
 
     sample_id: int
     ids: Tensor
@@ -57,7 +57,7 @@ class Sample:
     truncated: bool = False
     category: str = ""
     order: Tensor | None = None
-    states: Tensor | None = None
+    states: PlacedStates | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -127,7 +127,7 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
     """
     messages = _until_last_answer(conv.messages)
     order: list[int] | None = None
-    states_In: Tensor | None = None
+    states: PlacedStates | None = None
     if conv.answer_ids is not None and ids_belong(conv, tokenizer):
         ids, supervised, text = _tokens(messages[:-1], tokenizer, generation_prompt=True, truncated=False)
         answer = list(conv.answer_ids)
@@ -140,9 +140,7 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
         if conv.jacobi is not None:
             if conv.jacobi.highest >= len(tokenizer):
                 raise Refused("Jacobi states hold ids that the tokenizer does not know")
-            states_Im = unpack_states(conv.jacobi)
-            states_In = torch.tensor(ids + answer).repeat(len(states_Im), 1)
-            states_In[:, len(ids) : len(ids) + states_Im.shape[1]] = states_Im
+            states = PlacedStates(conv.jacobi, len(ids))
         ids, supervised = ids + answer, supervised + [True] * len(answer)
     else:
         ids, supervised, text = _tokens(messages, tokenizer, generation_prompt=False, truncated=conv.truncated)
@@ -153,11 +151,10 @@ def encode(conv: Conversation, tokenizer: Any, sample_id: int, max_length: int) 
         raise Refused("every token is supervised")
     ids, supervised = ids[:max_length], supervised[:max_length]
     order_n = None if order is None else torch.tensor(order[:max_length])
-    states_In = None if states_In is None else states_In[:, :max_length].clone()
     if not any(supervised):
         raise Refused("no supervised token before max_length")
     return Sample(
-        sample_id, torch.tensor(ids), torch.tensor(supervised), conv.truncated, conv.category, order_n, states_In
+        sample_id, torch.tensor(ids), torch.tensor(supervised), conv.truncated, conv.category, order_n, states
     )
 
 

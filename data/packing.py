@@ -79,11 +79,12 @@ def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: i
     samples_BT = torch.full(shape, -1, dtype=torch.int64)
     ordered = any(s.order is not None for row in rows for s in row)
     order_BT = torch.full(shape, -1, dtype=torch.int64) if ordered else None
-    deepest = max((len(s.states) for row in rows for s in row if s.states is not None), default=0)
+    states = [[None if s.states is None else s.states.dense(s.ids) for s in row] for row in rows]
+    deepest = max((len(dense_In) for row in states for dense_In in row if dense_In is not None), default=0)
     states_BIT = torch.zeros(len(rows), deepest, width, dtype=torch.int64) if deepest else None
     for b, row in enumerate(rows):
         at = 0
-        for sample in row:
+        for sample, dense_In in zip(row, states[b], strict=True):
             span = slice(at, at + len(sample.ids))
             ids_BT[b, span] = sample.ids
             supervised_BT[b, span] = sample.supervised
@@ -93,8 +94,8 @@ def make_batch(rows: Sequence[Sequence[Sample]], row_length: int | None, seed: i
                 order_BT[b, span] = sample.order
             if states_BIT is not None:
                 states_BIT[b, :, span] = sample.ids
-                if sample.states is not None:
-                    states_BIT[b, : len(sample.states), span] = sample.states
+                if dense_In is not None:
+                    states_BIT[b, : len(dense_In), span] = dense_In
             at = span.stop
     return Batch(ids_BT, supervised_BT, positions_BT, samples_BT, epoch, seed, order_BT, states_BIT=states_BIT)
 

@@ -85,7 +85,7 @@ def data_fingerprint(samples: Iterable[Sample]) -> str:
         if s.order is not None:
             digest.update(s.order.to(torch.int32).numpy().tobytes())
         if s.states is not None:
-            digest.update(s.states.to(torch.int32).numpy().tobytes())
+            digest.update(s.states.dense(s.ids).to(torch.int32).numpy().tobytes())
     return digest.hexdigest()
 
 

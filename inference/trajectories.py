@@ -42,7 +42,8 @@ class TrajectoryConfig:
     block: int = 16
     """Tokens of a block, counted from the answer's first (CLLM: 16)."""
     start: Literal["prompt", "text", "last", "random"] = "prompt"
-    """First guesses (models/trajectories.py, `first_states`); CLLM draws them from the prompt."""
+    """First guesses (models/trajectories.py, `first_states`); CLLM draws them from the prompt. The one prior is `random`:
+    uniform over the ids, which a decoder can draw from without knowing an answer."""
     augment: float = 0.0
     """Chance that a wrong token of a state is replaced by the text's (CLLM's option: about 0.5)."""
     drop_repeated: int = 10

@@ -106,8 +106,8 @@ def first_states(
     position).
 
     `prompt`: tokens drawn from what stands before the answer in its document (CLLM); `text`: from what stands before the
-    block (Make Some Noise, arXiv:2406.17404); `last`: the token before the block, over and over; `random`: any of the
-    `tokens` ids; `mask`: `mask_id`.
+    block (Make Some Noise, arXiv:2406.17404); `last`: the token before the block, over and over; `random`: a prior, the same
+    for all: each of the `tokens` ids is equally likely; `mask`: `mask_id`.
     """
     text, inside_BT = blocks.text, blocks.inside_BT
     if start == "mask":

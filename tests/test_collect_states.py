@@ -43,7 +43,7 @@ def ask(i: int, *more: str) -> Conversation:
     return Conversation(f"c{i}", messages, category="chat", split="train")
 
 
-TALKS = [ask(0), ask(1, "and then?"), ask(2), ask(3, "more", "more still"), ask(4)]
+TALKS = [ask(0), ask(1, "and then?"), ask(2, "more", "more still")]
 
 
 def lines(path: Path) -> dict[str, dict[str, Any]]:
@@ -76,8 +76,8 @@ def test_states_are_those_of_jacobi_decoding(model: Target, tmp_path: Path) -> N
         with out.open("a") as file:
             file.write('{"id": "c2", "mess')  # what a killed run leaves
         report = rollout(model, TALKS, out, PARAMS, rows, states=STATES, progress=False)
-        assert (report.answered, report.there, report.blocks, report.other) == (5, 2, 15, 0)
-        assert "0 of 15 blocks" in str(report)
+        assert (report.answered, report.there, report.blocks, report.other) == (3, 2, 9, 0)
+        assert "0 of 9 blocks" in str(report)
         made.append(lines(out))
     assert made[0] == made[1]
     for k, v in (("trajectories", None), ("trajectories", replace(STATES, block=4)), ("seed", 1)):
@@ -86,7 +86,7 @@ def test_states_are_those_of_jacobi_decoding(model: Target, tmp_path: Path) -> N
             rollout(model, TALKS, out, PARAMS, progress=False, **args)
     talks = load_conversations(DataConfig(source=str(out)))
     samples, encoded = encode_all(talks, model.tokenizer, 1000)
-    assert encoded.foreign_ids == 0 and len(talks) == 5
+    assert encoded.foreign_ids == 0 and len(talks) == 3
     for talk, sample in zip(talks, samples, strict=True):
         assert talk.jacobi is not None and talk.answer_ids is not None and len(talk.answer_ids) == 22
         prompt = prompt_ids(talk.messages[:-1], model.tokenizer)
@@ -94,7 +94,7 @@ def test_states_are_those_of_jacobi_decoding(model: Target, tmp_path: Path) -> N
         assert set(states_In[0].tolist()) <= set(prompt)
         wanted = decoded(model, prompt, states_In[0], 8)
         assert torch.equal(states_In, torch.stack(wanted)) and len(wanted) > 3
-        assert sample.states is not None and torch.equal(sample.states[:, len(prompt) :], states_In)
+        assert sample.states is not None and torch.equal(sample.states.dense(sample.ids)[:, len(prompt) :], states_In)
     other = tmp_path / "other.jsonl"
     rollout(model, TALKS, other, PARAMS, seed=1, states=STATES, progress=False)
     firsts = [[r["jacobi"]["first"] for r in found.values()] for found in (made[0], lines(other))]
@@ -130,7 +130,8 @@ def test_an_answer_that_a_stop_string_ended(model: Target) -> None:
     for talk, sample in zip(talks, samples, strict=True):
         assert talk.jacobi is not None and talk.answer_ids is not None and talk.jacobi.other == 0
         assert len(talk.jacobi.first) == len(talk.answer_ids) == 22 and bool(sample.supervised[-23:].all())
-        assert sample.states is not None and bool((sample.states[:, -1] == sample.ids[-1]).all())
+        assert sample.states is not None
+        assert bool((sample.states.dense(sample.ids)[:, -1] == sample.ids[-1]).all())
     assert len(talks) == len(TALKS)
 
 
@@ -143,9 +144,9 @@ def test_the_command_takes_answers_in_parts(model: Target, tmp_path: Path) -> No
     for k in (1, 2):
         answers = str(tmp_path / "all.jsonl")
         run_rollout(RolloutConfig(out=str(folder / f"part-{k}.jsonl"), answers=answers, part=f"{k}/2", **common))
-    assert list(lines(folder / "part-2.jsonl")) == ["c1", "c3"]
+    assert list(lines(folder / "part-2.jsonl")) == ["c1"]
     together = load_conversations(DataConfig(source=str(folder)))
-    assert [t.id for t in together] == ["c0", "c2", "c4", "c1", "c3"]
+    assert [t.id for t in together] == ["c0", "c2", "c1"]
     assert {t.id: t.jacobi for t in together} == {
         t.id: t.jacobi for t in load_conversations(DataConfig(source=str(tmp_path / "all.jsonl")))
     }
@@ -159,9 +160,7 @@ def test_answers_of_another_model_end_the_run(model: Target, tiny: Callable[...,
     out, other = tmp_path / "a.jsonl", tiny(dtype=torch.float64, width=32, layers=2, heads=2, kv_heads=2, seed=1)
     rollout(other, TALKS, out, PARAMS, progress=False)
     talks = load_conversations(DataConfig(source=str(out)))
-    with pytest.raises(
-        ValueError, match="15 of 15 blocks are not what the model says: these answers are not its greedy"
-    ):
+    with pytest.raises(ValueError, match="9 of 9 blocks are not what the model says: these answers are not its greedy"):
         rollout(model, talks, tmp_path / "b.jsonl", PARAMS, states=STATES, answers="a", progress=False)
     report = rollout(model, talks[:2], tmp_path / "c.jsonl", PARAMS, states=STATES, answers="a", progress=False)
     assert (report.blocks, report.other) == (6, 6)  # too few to tell
@@ -227,16 +226,13 @@ def _runs(ids: list[int]) -> list[list[int]]:
 
 
 def test_augmentation_touches_wrong_tokens_behind_the_first(model: Target, tmp_path: Path) -> None:
-    found = []
-    for augment in (0.0, 0.5, 1.0):
-        out = tmp_path / f"{augment}.jsonl"
-        rollout(model, TALKS, out, PARAMS, states=replace(STATES, augment=augment), progress=False)
-        found.append({t.id: t for t in load_conversations(DataConfig(source=str(out)))})
-    plain, half, full = found
+    rollout(model, TALKS, tmp_path / "a.jsonl", PARAMS, states=replace(STATES, augment=0.5), progress=False)
+    half: list[Any] = load_conversations(DataConfig(source=str(tmp_path / "a.jsonl")))
+    plain, full = (list[Any](with_states(model, half, replace(STATES, augment=x), 0)) for x in (0.0, 1.0))
     wrong = replaced = 0
-    for key, talk in plain.items():
+    for talk, *others in zip(plain, half, full, strict=True):
         states_In, text_n = unpack_states(talk.jacobi), torch.tensor(talk.answer_ids)
-        for share, altered in ((0.5, half[key]), (1.0, full[key])):
+        for share, altered in zip((0.5, 1.0), others, strict=True):
             assert altered.jacobi.augment == share and altered.answer_ids == talk.answer_ids
             altered_In = unpack_states(altered.jacobi)
             assert altered_In.shape == states_In.shape
@@ -252,7 +248,7 @@ def test_augmentation_touches_wrong_tokens_behind_the_first(model: Target, tmp_p
                     elif len(at):
                         wrong += len(at) - 1
                         replaced += int((b != a).sum())
-    assert wrong > 200 and abs(replaced / wrong - 0.5) < 0.1
+    assert wrong > 100 and abs(replaced / wrong - 0.5) < 0.1
 
 
 def test_augmentation_does_not_depend_on_the_batch(model: Target) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import Batch
 from draftsmith.data.encode import Sample
+from draftsmith.data.jacobi_states import PlacedStates, pack_states
 from draftsmith.data.packing import make_batch
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion
@@ -43,6 +44,11 @@ def trained(
     return Consistency(config, target, adapters)
 
 
+def placed(states_In: Tensor) -> PlacedStates:
+    """States of a whole sample, as a sample keeps them."""
+    return PlacedStates(pack_states(states_In, 4, "prompt"), 0)
+
+
 def sample_of(i: int, n: int, first: int, block: int) -> Sample:
     """An answer with made-up states of its blocks: in each at least one token more is settled than in the last."""
     dice = torch.Generator().manual_seed(i)
@@ -59,7 +65,7 @@ def sample_of(i: int, n: int, first: int, block: int) -> Sample:
             row[lo:hi] = torch.where(known, ids[lo:hi], guesses)
             settled += 1 + int(torch.randint(2, (1,), generator=dice))
             state += 1
-    return Sample(i, ids, answer, states=torch.stack(states))
+    return Sample(i, ids, answer, states=placed(torch.stack(states)))
 
 
 def samples(block: int = 4) -> list[Sample]:
@@ -140,7 +146,7 @@ def test_who_sees_whom(window: int) -> None:
 def test_a_fixed_point_costs_nothing(labels: Any) -> None:
     """B26 b: states that are all the fixed point have no loss, by rows that count, and by rows that are made to."""
     ids, answer = torch.arange(10, 34), torch.arange(24) >= 5
-    batch = make_batch([[Sample(0, ids, answer, states=ids.expand(3, -1).contiguous())]], None, 0, 0)
+    batch = make_batch([[Sample(0, ids, answer, states=placed(ids[None]))]], None, 0, 0)
     module = trained(config_of("cllm", labels=labels))
     assert module.denominators(batch, 0.0) == {"consistency": 0.0, "ar": 19.0}
     terms = module(batch, OUT, 0.0)
@@ -184,14 +190,15 @@ def test_padding_and_what_follows_change_nothing(preset: str) -> None:
     """B07, B16: pad id = end id; 100 tokens more that nobody wrote; rows of 512."""
     module = trained(config_of(preset), dtype=torch.float64)
     (sample, *_) = samples()
-    sample.ids[-1] = 2  # the end
     assert sample.states is not None
-    sample.states[:, -1] = 2
+    states_In = sample.states.dense(sample.ids)
+    sample.ids[-1] = states_In[:, -1] = 2  # the end
+    sample = replace(sample, states=placed(states_In))
     longer = Sample(
         3,
         torch.cat([sample.ids, torch.arange(10, 110)]),
         torch.cat([sample.supervised, torch.zeros(100, dtype=torch.bool)]),
-        states=torch.cat([sample.states, torch.arange(10, 110).expand(len(sample.states), -1)], dim=1),
+        states=sample.states,
     )
     whole, wanted = step(module, [make_batch([[sample]], None, 7, 1)])
     for one, width in ((sample, 512), (longer, None), (longer, 512)):
@@ -285,7 +292,7 @@ def test_states_of_the_schedules() -> None:
         for i, count in enumerate(counts):
             end = 4 + 4 * block + 4
             states[i, end - count : end] = 7
-    sample = Sample(0, ids, torch.arange(20) >= 4, states=states)
+    sample = Sample(0, ids, torch.arange(20) >= 4, states=placed(states))
     module = trained(replace(config_of("jacobi_forcing"), window=4))
     state = module.shown(make_batch([[sample]], None, 0, 0)).state_BT[0]
     assert [(state[4 + 4 * k : 8 + 4 * k] == 7).sum().item() for k in range(4)] == [2, 3, 4, 3]
@@ -307,13 +314,13 @@ def test_next_states() -> None:
     module = trained(config_of("cllm", labels="local"), dtype=torch.float64)
     sample = sample_of(5, 43, 6, 4)
     assert sample.states is not None
-    last = 0
+    states_In, last = sample.states.dense(sample.ids), 0
     for epoch in range(6):
         shown = module.shown(make_batch([[sample]], None, 7, epoch))
         for lo in range(6, 43, 4):
             span = slice(lo, lo + 4)
-            at = [i for i, s in enumerate(sample.states) if torch.equal(s[span], shown.state_BT[0, span])]
-            follows = sample.states[at[-1] + 1 if at[-1] + 1 < len(sample.states) else -1, span]
+            at = [i for i, s in enumerate(states_In) if torch.equal(s[span], shown.state_BT[0, span])]
+            follows = states_In[min(at[-1] + 1, len(states_In) - 1), span]
             assert torch.equal(shown.next_BT[0, span], follows)
             last += torch.equal(follows, sample.ids[span])
     assert last > 0

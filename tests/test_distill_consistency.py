@@ -25,6 +25,7 @@ from draftsmith.configs.parse import UsageError, to_yaml
 from draftsmith.configs.training import BatchConfig
 from draftsmith.data.batch import TargetOut
 from draftsmith.data.encode import Sample
+from draftsmith.data.jacobi_states import PlacedStates, pack_states
 from draftsmith.data.packing import make_batch
 from draftsmith.data.sources import DataConfig
 from draftsmith.data.tasks import IDS, VOCABULARY, examples, prompt_ids, sample_of
@@ -139,7 +140,7 @@ def test_data_without_the_states_that_were_asked_for_are_refused_with_nothing_wr
         main([*QUICK, *SHORT, "objective.states=stored", f"run={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
     ids = torch.arange(4)
-    samples = [Sample(0, ids, ids > 1, states=ids[None])]
+    samples = [Sample(0, ids, ids > 1, states=PlacedStates(pack_states(ids[None], 4, "prompt"), 0))]
     talks: Any = [SimpleNamespace(jacobi=SimpleNamespace(block=4, start="text")), SimpleNamespace(jacobi=None)]
     refuse = distill_consistency.refuse_other_states
     refuse(ConsistencyConfig(block=4), talks, samples)

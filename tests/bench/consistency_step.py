@@ -26,6 +26,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import TargetOut
 from draftsmith.data.encode import Sample
+from draftsmith.data.jacobi_states import PlacedStates, pack_states
 from draftsmith.data.packing import make_batch
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.consistency import PRESETS, Consistency
@@ -59,7 +60,8 @@ def main() -> int:
     answer_T = torch.arange(args.tokens) >= args.prompt
     noise_T = torch.randint(3, target.facts.tokens, (args.tokens,))
     states_IT = torch.stack([torch.where(answer_T, noise_T, ids_T), ids_T])
-    batch = make_batch([[Sample(0, ids_T, answer_T, states=states_IT)]], None, 0, 0)
+    states = PlacedStates(pack_states(states_IT, module.config.block, "random"), 0)
+    batch = make_batch([[Sample(0, ids_T, answer_T, states=states)]], None, 0, 0)
     states_T = module.shown(batch).state_BT[0]
 
     def packed() -> Iterator[Tensor]:
