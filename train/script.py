@@ -195,7 +195,7 @@ def git_state() -> dict[str, Any]:
         return {}
 
 
-def silent(*_: Any) -> None:
+def silent(*_: Any, **__: Any) -> None:
     """What processes other than the main one print."""
 
 
