@@ -24,7 +24,7 @@ from rich.table import Table
 
 from ..data.encode import prompt_ids
 from ..losses.probs import SamplingParams
-from ..models.convergence import convergence
+from ..models.convergence import block_states
 from ..models.jacobi import Jacobi, JacobiConfig
 from ..models.target import Target
 from .card import write_card
@@ -233,8 +233,7 @@ def answers_of(
                 sample.right = score(result.text, prompt.reference)
             samples[way.name].append(sample)
             if way.jacobi is not None:
-                maps = convergence(way.jacobi.traces.pop(), result.ids, way.jacobi.config.block)
-                blocks[way.model] += [one.states for one in maps]
+                blocks[way.model] += block_states(way.jacobi.traces.pop(), result.ids, way.jacobi.config.block)
     return samples, blocks
 
 
