@@ -12,7 +12,7 @@ repetition, how many answers stay the same, and right answers where the suite ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from ..models.jacobi import Jacobi, JacobiConfig
 from ..models.target import Target
 from .card import write_card
 from .consistency_figures import Convergence, answer_losses, convergence_figure, convergence_of, repeated_grams
-from .consistency_folder import jacobi_of, load_consistency
+from .consistency_folder import branches, jacobi_of, load_consistency, refuse_idle_branches, settings_line
 from .denoisers import Stored, load_base
 from .diffusion_figures import Decoded, retention
 from .evaluate import Arm, EvaluateConfig, divergence, label_of, machine, to_sample, write_report
@@ -75,14 +75,15 @@ class Way:
         return self.name.split()[0]
 
 
-def run_consistency(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
+def run_consistency(cfg: EvaluateConfig, stored: Stored, console: Console, named: Collection[str] = frozenset()) -> int:
     """`run_evaluate` of a consistency model: settings that speak of something else are refused."""
     plain = EvaluateConfig("")
     if idle := [f for f in asdict(cfg) if f not in USED and getattr(cfg, f) != getattr(plain, f)]:
         raise ValueError(f"{', '.join(idle)}: {cfg.model} is a consistency model, these are for others; leave them out")
     if len(cfg.trees) > 1:
         raise ValueError(f"trees = {list(cfg.trees)}: {cfg.model} is decoded with one shape per run; give one")
-    settings, decode = jacobi_of(stored, cfg.drafter.jacobi), cfg.decode(cfg.trees[0], DecodeConfig.k)
+    settings, decode = jacobi_of(stored, cfg.drafter.jacobi, named), cfg.decode(cfg.trees[0], DecodeConfig.k)
+    refuse_idle_branches(cfg.drafter.jacobi, named, [decode], "--trees")
     refuse_tree(Jacobi, decode)
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     base = base_of(cfg, stored)
@@ -181,6 +182,7 @@ def evaluate_consistency(
             "target": base.facts.name,
             "target_revision": base.facts.revision,
             "jacobi": asdict(settings),
+            "jacobi_line": settings_line(settings, branches(decode)),
             "base_jacobi": asdict(untrained),
             "tree": decode.tree,
             "nodes": decode.nodes,

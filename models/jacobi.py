@@ -47,6 +47,7 @@ from .lookup import Pool, Sketch, collect, news, to_tree
 from .ngram import NgramConfig, Text
 from .tree import Proposal, Tree
 
+BRANCHES = ("recycle", "pool", "ngram", "retrieve")  # settings that a chain has no use for
 CHUNK = 64  # places that start guesses are drawn for at a time
 RETRIEVE = NgramConfig()
 

@@ -147,6 +147,9 @@ def test_the_folder_says_what_it_is(exported: Path) -> None:
     assert stored is not None and jacobi_of(stored) == JacobiConfig(block=8, start="mask", mask_id=280)
     assert jacobi_of(stored, JacobiConfig(block=4)) == JacobiConfig(block=4, start="mask", mask_id=280)
     assert jacobi_of(stored, JacobiConfig(start="last")).start == "last"
+    usual = JacobiConfig()
+    assert jacobi_of(stored, usual, {"drafter.jacobi.block"}).block == 16
+    assert jacobi_of(stored, usual, {"drafter.jacobi.start"}) == JacobiConfig(block=8)
     assert stored_denoiser(str(exported)) is None
     card = (exported / "README.md").read_text()
     for words in (
