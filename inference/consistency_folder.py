@@ -171,6 +171,12 @@ def jacobi_of(stored: Stored, flags: JacobiConfig | None = None, named: Collecti
     if not isinstance(ours["objective"], dict):
         raise ValueError(f"{name}: draftsmith.objective = {ours['objective']!r}: no settings; export it again")
     decode = settings_of(JacobiConfig, ours["decode"], f"{name}: draftsmith.decode")
+    positions = ours["target"].get("max_positions")
+    if not isinstance(positions, int) or decode.block * decode.blocks > positions:
+        raise ValueError(
+            f"{name}: draftsmith.decode.block x draftsmith.decode.blocks = {decode.block * decode.blocks}, "
+            f"draftsmith.target.max_positions is {positions!r}; export it again"
+        )
     mask_id, vocab = ours["mask_id"], read_json(stored.folder / CONFIG).get("vocab_size", 0)
     if mask_id is not None and not (isinstance(mask_id, int) and 0 <= mask_id < vocab):
         raise ValueError(f"{name}: draftsmith.mask_id = {mask_id!r}: no id of {vocab}; export it again")

@@ -273,11 +273,21 @@ def test_a_target_that_looks_at_places_alone_converges_in_one_pass(scripted: Any
         ({"start": "mask", "mask_id": 9}, "0..5"),
         ({"ngram": 1}, "ngram=1"),
         ({"recycle": -1}, "recycle=-1"),
+        ({"block": 10**9}, "must fit into the target's 99 positions"),
+        ({"block": 10, "blocks": 10}, "block=10, blocks=10: together"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Jacobi(JacobiConfig(**settings), SimpleNamespace(vocab=6, tokens=6))  # type: ignore[arg-type]
+        Jacobi(JacobiConfig(**settings), SimpleNamespace(vocab=6, tokens=6, max_positions=99))  # type: ignore[arg-type]
+
+
+def test_drafts_are_as_deep_as_any_place_of_a_block_needs() -> None:
+    facts: Any = SimpleNamespace(vocab=6, tokens=6, max_positions=99)
+    for block in range(1, 8):
+        for blocks, spawn, window in ((1, 0.85, "block"), (1, 0.85, "slide"), *((3, x / 7, "block") for x in range(8))):
+            config = JacobiConfig(block=block, blocks=blocks, spawn=spawn, window=window)  # type: ignore[arg-type]
+            assert Jacobi(config, facts).own_depth == max(map(config.rest, range(block)))
 
 
 def test_a_depth_beside_the_block_is_refused(scripted: Any) -> None:
