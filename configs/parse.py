@@ -145,6 +145,19 @@ def given_keys(spec: type, argv: Sequence[str]) -> dict[str, Any]:
     return said | dict(pairs)
 
 
+def named_keys(spec: type, argv: Sequence[str], positional: Sequence[str] = ()) -> frozenset[str]:
+    """Dotted keys that command line and recipes name on purpose, be the values the defaults or not. A recipe with every
+    key is a printed one (`--print_config`), which means none of them in particular."""
+    keys = keys_of(spec, {})
+    recipes, pairs = split_tokens(argv, positional, keys)
+    named = {name for name, _ in pairs}
+    for path in recipes:
+        said = flatten(read_recipe(path))
+        if not keys.keys() <= said.keys():
+            named.update(said)
+    return frozenset(named)
+
+
 def preset_defaults(said: Mapping[str, Any], presets: Mapping[str, Any], usual: str, section: str) -> dict[str, Any]:
     """Dotted defaults of a section, those of the preset that was named (`preset`), or of the usual one.
 

@@ -16,20 +16,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives: `module` below draftsmith, its `function(config)`, and options that need no name."""
+    """Where a command lives: `module` below draftsmith, its `function(config)`, options that need no name, and whether
+    the function's second argument is which keys were named (configs/parse.py `named_keys`)."""
 
     help: str
     module: str
     function: str
     positional: tuple[str, ...] = ()
+    takes_named: bool = False
 
 
 COMMANDS = {
     "train": Command("train a drafter: --config RECIPE key=value ...", "train.distill_draft", "main"),
     "generate": Command(
-        "answer one prompt, --show which tokens were drafted", "inference.generate", "run_generate", ("prompt",)
+        "answer one prompt, --show which tokens were drafted", "inference.generate", "run_generate", ("prompt",), True
     ),
-    "evaluate": Command("measure acceptance and speed, report as JSON and HTML", "inference.evaluate", "run_evaluate"),
+    "evaluate": Command(
+        "measure acceptance and speed, report as JSON and HTML", "inference.evaluate", "run_evaluate", takes_named=True
+    ),
     "rollout": Command("let a target answer prompts, for training data", "inference.rollout", "run_rollout"),
     "capture": Command("store a target's states as shards", "inference.capture", "run_capture"),
     "masks": Command("show which tokens of the data are trained on", "inference.masks", "run_masks"),
@@ -66,11 +70,12 @@ def run(name: str, argv: Sequence[str]) -> int | None:
     module = importlib.import_module(f"draftsmith.{command.module}")
     if name == "train":  # reads its recipe in two stages, see there
         return module.main(argv)
-    from draftsmith.configs.parse import parse
+    from draftsmith.configs.parse import named_keys, parse
 
     kind = config_class(command)
     config: Any = parse(kind, argv, prog=f"draftsmith {name}", positional=command.positional, description=command.help)
-    return getattr(module, command.function)(config)
+    named = (named_keys(kind, argv, command.positional),) if command.takes_named else ()
+    return getattr(module, command.function)(config, *named)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..models.adapters import AdapterConfig, Adapters
 from ..models.denoiser import TargetDenoiser
@@ -158,11 +160,30 @@ def load_adapters(name: str, target: Target) -> Converted:
 
 
 def settings_of(kind: type[Settings], raw: Any, where: str) -> Settings:
-    """A settings class from JSON: every field, and no other."""
+    """A settings class from JSON: every field of its type, and no other."""
     if not isinstance(raw, Mapping):
         raise ValueError(f"{where} is missing; export it again")
     names = {f.name for f in dataclasses.fields(kind)}
     if raw.keys() != names:
         raise ValueError(f"{where}: {', '.join(sorted(raw.keys() ^ names))} on one side only; export it again")
+    for name, wanted in typing.get_type_hints(kind).items():
+        if not is_of(raw[name], wanted):
+            needed = getattr(wanted, "__name__", "") if isinstance(wanted, type) else str(wanted).replace("typing.", "")
+            raise ValueError(f"{where}.{name} = {raw[name]!r}: needed {needed}; export it again")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
     return kind(**values)
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of a settings field's type. Whole numbers are numbers, truth values are none."""
+    form, inner = typing.get_origin(kind), typing.get_args(kind)
+    if form is Literal:
+        return any(type(value) is type(one) and value == one for one in inner)
+    if form in (typing.Union, types.UnionType):
+        return any(is_of(value, one) for one in inner)
+    if form is tuple:
+        if not isinstance(value, list | tuple):
+            return False
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return len(kinds) == len(value) and all(map(is_of, value, kinds))
+    return type(value) is kind or (kind is float and type(value) is int)

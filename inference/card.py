@@ -108,6 +108,7 @@ def hub_id_and_licence(name: str, licence: str | None) -> tuple[str | None, str 
 def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
     """The card's text. `draft` is the name that serve commands use for this folder: a Hub id once it has one."""
     from ..models.diffusion import ObjectiveConfig
+    from ..models.jacobi import BRANCHES
     from .exporters import EXPORTERS, SCHEMAS  # the tables import this module's neighbours
     from .exporters.layout import measure
 
@@ -129,7 +130,7 @@ def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
     template = "denoiser_card.md.j2" if "kind" in ours else "card.md.j2"
     if ours.get("kind") == "consistency":
         template = "consistency_card.md.j2"
-        facts["report"] = report
+        facts |= {"report": report, "branches": BRANCHES}
     elif "kind" in ours:
         schema = SCHEMAS[ours["schema"]] if ours["kind"] == "merged" else None
         facts |= {

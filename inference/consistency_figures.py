@@ -1,11 +1,10 @@
 """Figures of consistency models: cross-entropy of given answers, repetition, and which places settle in which pass.
 
-Training guards read the first two (a student that collapses repeats itself, and its cross-entropy on the base's answers
-rises), `draftsmith evaluate` all of them.
+A student that collapses repeats itself (train/guard.py counts that too), and its cross-entropy on the base's answers rises.
 
-    cross_entropy_of(target, prompts, answers)      # nats per token
-    repeated_share(answer)                          # of its 4-grams, the share that occurred before in it
-    convergence_of(blocks)                          # blocks: the Jacobi states of each, start first
+    answer_losses(target, prompts, answers)         # nats of each answer
+    repeated_grams(answer)                          # (4-grams that occurred before in it, all its 4-grams)
+    convergence_of(blocks)                          # blocks: models/convergence.py `block_states`, of all answers
     pytest tests/test_consistency_figures.py
 """
 
@@ -32,12 +31,6 @@ def repeated_grams(ids: Sequence[int], n: int = GRAM) -> tuple[int, int]:
         raise ValueError(f"n = {n}: n-grams have at least one token")
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(grams) - len(set(grams)), len(grams)
-
-
-def repeated_share(ids: Sequence[int], n: int = GRAM) -> float:
-    """Share of an answer's n-grams that occurred before in it; 0 for an answer that is shorter than n."""
-    repeated, every = repeated_grams(ids, n)
-    return repeated / every if every else 0.0
 
 
 @torch.no_grad()
@@ -69,16 +62,6 @@ def answer_losses(
                 total += float(torch.nn.functional.cross_entropy(wide_RV, ids_BT[row, part + 1], reduction="sum"))
             found[i] = total
     return [found[i] for i in range(len(prompts))]
-
-
-def cross_entropy_of(
-    target: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, rows: int = 8
-) -> float:
-    """Mean cross-entropy per token of all answers together, in nats (`answer_losses`). ValueError without a token."""
-    tokens = sum(map(len, answers))
-    if not tokens:
-        raise ValueError("no answer has a token: there is no cross-entropy to speak of")
-    return sum(answer_losses(target, prompts, answers, rows=rows)) / tokens
 
 
 @dataclass(frozen=True)

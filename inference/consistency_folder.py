@@ -19,9 +19,9 @@ engines load the folder as what it is, a model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..models.adapters import Adapters
-from ..models.jacobi import JacobiConfig
+from ..models.jacobi import BRANCHES, JacobiConfig
 from ..models.target import Target, load_target
 from .adapter_folder import settings_of
 from .card import render_card, scrub_values
@@ -61,9 +61,12 @@ from .exporters.folder import (
     write_folder,
 )
 from .exporters.layout import FORMAT, RunFacts, Slot
-from .load import CONSISTENCY, facts_of, refuse_path, resolve
+from .load import CONSISTENCY, chosen, facts_of, refuse_path, resolve
 from .merge import refuse_place
+from .speculate import DecodeConfig
+from .trees import TREES
 
+FLAGS = "drafter.jacobi"
 NEEDED = ("method", "target", "objective", "decode", "train_length", "mask_id", "sha256")
 
 
@@ -155,8 +158,9 @@ def stored_consistency(name: str, revision: str | None = None) -> Stored | None:
     return Stored(name, folder, CONSISTENCY, ours)
 
 
-def jacobi_of(stored: Stored, flags: JacobiConfig | None = None) -> JacobiConfig:
-    """How the folder says to decode; settings of `flags` that are not the usual ones take precedence.
+def jacobi_of(stored: Stored, flags: JacobiConfig | None = None, named: Collection[str] = frozenset()) -> JacobiConfig:
+    """How the folder says to decode. What was chosen of `flags` takes precedence: what is not as usual, and what was
+    `named` (keys `drafter.jacobi.*`); of the folder's settings, those give way that do not go with it.
 
     Raises ValueError, naming the key, where config.json lacks a setting or contradicts itself.
     """
@@ -167,6 +171,12 @@ def jacobi_of(stored: Stored, flags: JacobiConfig | None = None) -> JacobiConfig
     if not isinstance(ours["objective"], dict):
         raise ValueError(f"{name}: draftsmith.objective = {ours['objective']!r}: no settings; export it again")
     decode = settings_of(JacobiConfig, ours["decode"], f"{name}: draftsmith.decode")
+    positions = ours["target"].get("max_positions")
+    if not isinstance(positions, int) or decode.block * decode.blocks > positions:
+        raise ValueError(
+            f"{name}: draftsmith.decode.block x draftsmith.decode.blocks = {decode.block * decode.blocks}, "
+            f"draftsmith.target.max_positions is {positions!r}; export it again"
+        )
     mask_id, vocab = ours["mask_id"], read_json(stored.folder / CONFIG).get("vocab_size", 0)
     if mask_id is not None and not (isinstance(mask_id, int) and 0 <= mask_id < vocab):
         raise ValueError(f"{name}: draftsmith.mask_id = {mask_id!r}: no id of {vocab}; export it again")
@@ -174,13 +184,39 @@ def jacobi_of(stored: Stored, flags: JacobiConfig | None = None) -> JacobiConfig
         raise ValueError(
             f"{name}: draftsmith.decode.mask_id = {decode.mask_id!r}, draftsmith.mask_id is {mask_id!r}; export it again"
         )
-    plain, flags = JacobiConfig(), flags or JacobiConfig()
-    said = {f.name: v for f in fields(flags) if (v := getattr(flags, f.name)) != getattr(plain, f.name)}
+    said = chosen(flags or JacobiConfig(), named, FLAGS)
     if said.get("start", "mask") != "mask":
         said["mask_id"] = None
-    chosen = replace(decode, **said)
-    refuse_other_mask(chosen, mask_id, name)
-    return chosen
+    if said.get("blocks", 1) > 1:
+        said["window"] = "block"
+    if said.get("window") == "slide":
+        said["blocks"] = 1
+    settings = replace(decode, **said)
+    refuse_other_mask(settings, mask_id, name)
+    return settings
+
+
+def branches(decode: DecodeConfig) -> bool:
+    """Whether drafts may have branches beside Jacobi's chain."""
+    return not TREES[decode.tree].chain and decode.width > 1
+
+
+def settings_line(settings: JacobiConfig, branching: bool) -> str:
+    """The settings that take part, in a line."""
+    idle = () if branching else BRANCHES
+    return ", ".join(f"{name} {x}" for name, x in asdict(settings).items() if x is not None and name not in idle)
+
+
+def refuse_idle_branches(
+    flags: JacobiConfig, named: Collection[str], decodes: Sequence[DecodeConfig], flag: str = "--tree"
+) -> None:
+    """Settings of branches that were chosen where no draft can have any are a mistake: ValueError."""
+    idle = [name for name in chosen(flags, named, FLAGS) if name in BRANCHES]
+    if idle and not any(map(branches, decodes)):
+        raise ValueError(
+            f"{', '.join(f'{FLAGS}.{name}' for name in idle)}: about branches, and a chain (or width 1) has none: add "
+            f"{flag} static --nodes 16 --width 4, or leave it out"
+        )
 
 
 def verify_consistency(stored: Stored) -> None:

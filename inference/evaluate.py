@@ -19,7 +19,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +35,7 @@ from ..models import TRAINING_FREE, FreeSettings
 from ..models.jacobi import Jacobi
 from ..models.target import Target, load_target
 from .card import write_card
-from .consistency_folder import stored_consistency
+from .consistency_folder import refuse_idle_branches, stored_consistency
 from .denoisers import stored_denoiser
 from .figures import (
     CAUSES,
@@ -77,8 +77,8 @@ class EvaluateConfig:
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that the first export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
-    """Settings of the training-free drafters. Of a consistency model: those of `jacobi` that are not the usual ones take
-    the place of the folder's."""
+    """Settings of the training-free drafters. Of a consistency model: those of `jacobi` that are given take the place of the
+    folder's."""
     revision: str | None = None
     """Revision of the export on the Hub."""
     target_revision: str | None = None
@@ -250,8 +250,9 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
     return report
 
 
-def run_evaluate(cfg: EvaluateConfig) -> int:
-    """The command: measure, write JSON and HTML, print the table. Returns 1 when a losslessness check is red."""
+def run_evaluate(cfg: EvaluateConfig, named: Collection[str] = frozenset()) -> int:
+    """The command: measure, write JSON and HTML, print the table. Returns 1 when a losslessness check is red. `named`: keys
+    that command line and recipes name (configs/parse.py)."""
     from .evaluate_consistency import run_consistency  # both are set and written as here
     from .evaluate_denoiser import run_denoiser
 
@@ -261,8 +262,11 @@ def run_evaluate(cfg: EvaluateConfig) -> int:
     stored = None if is_free(cfg.model) else stored_denoiser(cfg.model, cfg.revision)
     consistent = None if stored is not None or is_free(cfg.model) else stored_consistency(cfg.model, cfg.revision)
     if consistent is not None:
-        return run_consistency(cfg, consistent, console)
+        return run_consistency(cfg, consistent, console, named)
     refuse_idle_settings(cfg.drafter, [cfg.model, *cfg.also])
+    if Jacobi.method in (cfg.model, *cfg.also):
+        decodes = [cfg.decode(tree, cfg.k[0]) for tree in cfg.trees]
+        refuse_idle_branches(cfg.drafter.jacobi, named, decodes, "--trees")
     if stored is not None:
         return run_denoiser(cfg, stored, console)
     if (cfg.strategies, cfg.thresholds) != (EvaluateConfig.strategies, EvaluateConfig.thresholds):

@@ -2,8 +2,9 @@
 
 The same prompts, chat template, budget and runtime for all, greedy, in one interleaved run: the base and the trained
 model, each plainly and by Jacobi with the same settings (a base that was not trained for masks starts from the prompt).
-Jacobi must give each model's own plain answers. Quality is measured against the base: cross-entropy of its answers,
-repetition, how many answers stay the same, and right answers where the suite has a checker. Only first turns are answered.
+Jacobi must give each model's own plain answers (below float64 near-ties may fall the other way, and are counted). Quality
+is measured against the base: cross-entropy of its answers, repetition, how many answers stay the same, and right answers
+where the suite has a checker. A gain counts only where nothing is red and quality stayed. Only first turns are answered.
 
     draftsmith evaluate --model CONSISTENT --suite tasks --drafter.jacobi.block 32
     pytest tests/test_evaluate_consistency.py
@@ -12,7 +13,7 @@ repetition, how many answers stay the same, and right answers where the suite ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,12 +25,12 @@ from rich.table import Table
 
 from ..data.encode import prompt_ids
 from ..losses.probs import SamplingParams
-from ..models.convergence import convergence
+from ..models.convergence import block_states
 from ..models.jacobi import Jacobi, JacobiConfig
 from ..models.target import Target
 from .card import write_card
 from .consistency_figures import Convergence, answer_losses, convergence_figure, convergence_of, repeated_grams
-from .consistency_folder import jacobi_of, load_consistency
+from .consistency_folder import branches, jacobi_of, load_consistency, refuse_idle_branches, settings_line
 from .denoisers import Stored, load_base
 from .diffusion_figures import Decoded, retention
 from .evaluate import Arm, EvaluateConfig, divergence, label_of, machine, to_sample, write_report
@@ -38,10 +39,8 @@ from .report import number, plot_speed, svg, visible, with_interval
 from .speculate import DecodeConfig, generate, refuse_tree
 from .suites import SUITES, Prompt, load_suite
 
-MOST_RISE, MOST_REPEATED = (
-    0.10,
-    0.05,
-)  # nats per token, share of 4-grams: beyond, a gain in speed was paid for in quality
+MOST_RISE = 0.10  # nats per token that cross-entropy may rise by: beyond, a gain in speed was paid for in quality
+MOST_REPEATED = 0.05  # share of all 4-grams that may repeat earlier ones beyond the base's: likewise
 WARM = SamplingParams(max_new_tokens=4)
 USED = ("model", "target", "drafter", "revision", "target_revision", "suite", "file", "prompts", "max_new_tokens", "trees",
         "nodes", "width", "dtype", "device", "seed", "bootstrap", "out", "json", "html", "card",
@@ -75,14 +74,15 @@ class Way:
         return self.name.split()[0]
 
 
-def run_consistency(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
+def run_consistency(cfg: EvaluateConfig, stored: Stored, console: Console, named: Collection[str] = frozenset()) -> int:
     """`run_evaluate` of a consistency model: settings that speak of something else are refused."""
     plain = EvaluateConfig("")
     if idle := [f for f in asdict(cfg) if f not in USED and getattr(cfg, f) != getattr(plain, f)]:
         raise ValueError(f"{', '.join(idle)}: {cfg.model} is a consistency model, these are for others; leave them out")
     if len(cfg.trees) > 1:
         raise ValueError(f"trees = {list(cfg.trees)}: {cfg.model} is decoded with one shape per run; give one")
-    settings, decode = jacobi_of(stored, cfg.drafter.jacobi), cfg.decode(cfg.trees[0], DecodeConfig.k)
+    settings, decode = jacobi_of(stored, cfg.drafter.jacobi, named), cfg.decode(cfg.trees[0], DecodeConfig.k)
+    refuse_idle_branches(cfg.drafter.jacobi, named, [decode], "--trees")
     refuse_tree(Jacobi, decode)
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     base = base_of(cfg, stored)
@@ -147,7 +147,7 @@ def evaluate_consistency(
 
     Returns:
         {"run", "rows" (plain and jacobi of the base, then of the trained model), "gain" (tokens per forward over the
-        base's, by jacobi both), "quality", "retention" (None without scores), "convergence", "flags", "counting"}, and the
+        base's, by jacobi both; whether it `counts`, and `reasons` why not), "quality", "retention" (None without scores), "convergence", "flags", "counting"}, and the
         convergence maps by model.
     """
     decode = decode or DecodeConfig()
@@ -172,6 +172,7 @@ def evaluate_consistency(
             for name in ("tokens_per_second", "ratio_to_plain", "ratio_to_own"):
                 rows[-1][name] = rows[-1][f"{name}_interval"] = None
     quality = quality_of(base, trained, ids, first, second, bootstrap)
+    gain = gain_of(jacobi, untrained_jacobi, bootstrap)
     scored = rows[0]["accuracy"] is not None
     report: Row = {
         "run": {
@@ -181,6 +182,7 @@ def evaluate_consistency(
             "target": base.facts.name,
             "target_revision": base.facts.revision,
             "jacobi": asdict(settings),
+            "jacobi_line": settings_line(settings, branches(decode)),
             "base_jacobi": asdict(untrained),
             "tree": decode.tree,
             "nodes": decode.nodes,
@@ -189,7 +191,7 @@ def evaluate_consistency(
             "bootstrap": draws,
         },
         "rows": rows,
-        "gain": gain_of(jacobi, untrained_jacobi, bootstrap),
+        "gain": gain | standing(gain, rows, quality),
         "quality": quality,
         "retention": retention(decoded(first), decoded(second), draws=draws, seed=seed) if scored else None,
         "convergence": {name: counts.to_json() for name, counts in maps.items()},
@@ -233,8 +235,7 @@ def answers_of(
                 sample.right = score(result.text, prompt.reference)
             samples[way.name].append(sample)
             if way.jacobi is not None:
-                maps = convergence(way.jacobi.traces.pop(), result.ids, way.jacobi.config.block)
-                blocks[way.model] += [one.states for one in maps]
+                blocks[way.model] += block_states(way.jacobi.traces.pop(), result.ids, way.jacobi.config.block)
     return samples, blocks
 
 
@@ -343,16 +344,32 @@ def decoded(samples: Sequence[Sample]) -> list[Decoded]:
     return [Decoded(s.prompt, s.category, tuple(s.ids), s.verifies, 0, s.right) for s in samples]
 
 
-def flags_of(rows: Sequence[Row], quality: Row) -> list[str]:
-    """What a reader must not overlook."""
-    flags, (_, _, plain, jacobi) = [], rows
+def lost_quality(quality: Row) -> list[str]:
+    """Where the trained model is too far from the base for its speed to be a gain."""
+    lost = []
     if quality["rise"] is not None and quality["rise"] > MOST_RISE:
-        flags.append(
+        lost.append(
             f"cross-entropy of the base's answers rose by {quality['rise']:.3f} nats per token (more than {MOST_RISE:g}): "
-            "this is another model, and its speed is no gain over the base's"
+            "this is another model"
         )
     if (more := quality["repeated"] - quality["base_repeated"]) > MOST_REPEATED:
-        flags.append(f"the answers repeat themselves: {more:.1%} more of their 4-grams than the base's")
+        lost.append(
+            f"the answers repeat themselves: {more:.1%} more of their 4-grams than the base's (more than "
+            f"{MOST_REPEATED:.0%})"
+        )
+    return lost
+
+
+def standing(gain: Row, rows: Sequence[Row], quality: Row) -> Row:
+    """Whether a gain counts: only where it was measured, of exact decoding, and of a model whose quality stayed."""
+    reasons = ["no passes"] if gain["value"] is None else []
+    reasons += [f"{row['name']} is red" for row in rows if row["red"]] + lost_quality(quality)
+    return {"counts": not reasons, "reasons": reasons}
+
+
+def flags_of(rows: Sequence[Row], quality: Row) -> list[str]:
+    """What a reader must not overlook."""
+    flags, (_, _, plain, jacobi) = lost_quality(quality), rows
     if (own := jacobi["ratio_to_own"]) is not None and own < 1:
         flags.append(
             f"{jacobi['name']} is slower than {plain['name']} ({own:.2f} x) although it makes "
@@ -383,7 +400,8 @@ def quality_lines(report: Row) -> list[str]:
     """Gain, quality and convergence in sentences."""
     quality, gain = report["quality"], report["gain"]
     lines = [
-        f"tokens per forward over the base's, by jacobi both: {with_interval(gain['value'], gain['interval'])} x",
+        f"tokens per forward over the base's, by jacobi both: {with_interval(gain['value'], gain['interval'])} x"
+        + ("" if gain["counts"] else f", does not count: {'; '.join(gain['reasons'])}"),
         f"cross-entropy of the base's answers: base {number(quality['base_cross_entropy'], 3)}, trained "
         f"{number(quality['cross_entropy'], 3)}, rise {with_interval(quality['rise'], quality['rise_interval'])} nats per token",
         f"repeated 4-grams: base {quality['base_repeated']:.1%}, trained {quality['repeated']:.1%}; same answers: "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -27,7 +27,14 @@ from ..models.denoiser import Denoiser
 from ..models.jacobi import Jacobi
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
-from .consistency_folder import jacobi_of, load_consistency, stored_consistency
+from .consistency_folder import (
+    branches,
+    jacobi_of,
+    load_consistency,
+    refuse_idle_branches,
+    settings_line,
+    stored_consistency,
+)
 from .denoisers import Stored, complete, decode_of_denoiser, load_base, load_denoiser, stored_denoiser
 from .diffuse import DiffuseConfig, diffuse
 from .load import class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
@@ -52,8 +59,8 @@ class GenerateConfig:
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that an export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
-    """Settings of the training-free drafters. Of a consistency model: those of `jacobi` that are not the usual ones take
-    the place of the folder's."""
+    """Settings of the training-free drafters. Of a consistency model: those of `jacobi` that are given take the place of the
+    folder's."""
     revision: str | None = None
     """Revision of `model` on the Hub."""
     target_revision: str | None = None
@@ -133,8 +140,9 @@ class GenerateConfig:
     """Run code that comes with the target."""
 
 
-def run_generate(cfg: GenerateConfig) -> None:
-    """The command: load, answer, print the answer, the acceptance rule with its promise, and statistics.
+def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> None:
+    """The command: load, answer, print the answer, the acceptance rule with its promise, and statistics. `named`: keys that
+    command line and recipes name (configs/parse.py).
 
     Raises:
         ValueError: neither model nor target, a drafter that does not fit the target, settings that cannot be meant.
@@ -148,9 +156,11 @@ def run_generate(cfg: GenerateConfig) -> None:
         run_denoiser(cfg, stored)
         return
     if model is not None:
-        run_consistency(cfg, model)
+        run_consistency(cfg, model, named)
         return
     sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
+    if cfg.model == Jacobi.method:
+        refuse_idle_branches(cfg.drafter.jacobi, named, [decode])
     export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model and not free else None
     name = cfg.target or (export["target"]["name"] if export else None)
     if name is None:
@@ -203,7 +213,7 @@ def respond(
         console.print(visible(line), style="dim", soft_wrap=True)
 
 
-def run_consistency(cfg: GenerateConfig, stored: Stored) -> None:
+def run_consistency(cfg: GenerateConfig, stored: Stored, named: Collection[str]) -> None:
     """`run_generate` of a consistency model: the model itself, decoded by jacobi as its folder says."""
     for name in ("target", "target_revision", "trust_remote_code"):
         if value := getattr(cfg, name):
@@ -211,15 +221,16 @@ def run_consistency(cfg: GenerateConfig, stored: Stored) -> None:
                 f"{name} = {value!r}: the weights of {cfg.model} stand alone; leave it out (--target {cfg.model} alone decodes "
                 "plainly)"
             )
-    settings = jacobi_of(stored, cfg.drafter.jacobi)
+    settings = jacobi_of(stored, cfg.drafter.jacobi, named)
     sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
+    refuse_idle_branches(cfg.drafter.jacobi, named, [decode])
     refuse_tree(Jacobi, decode)
     refuse_rule(Jacobi, decode, [sampling])
     target = load_consistency(stored, dtype=cfg.dtype, device=cfg.device)
     drafter = Jacobi(settings, target.facts)
     drafter.bind(target)
-    line = ", ".join(f"{f.name} {value}" for f in fields(settings) if (value := getattr(settings, f.name)) is not None)
-    respond(cfg, target, drafter, sampling, decode, stored.ours["train_length"], f"decoded by jacobi: {line}")
+    line = f"decoded by jacobi: {settings_line(settings, branches(decode))}"
+    respond(cfg, target, drafter, sampling, decode, stored.ours["train_length"], line)
 
 
 def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import typing
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -159,6 +159,17 @@ def refuse_idle_settings(settings: FreeSettings, names: Sequence[str | None]) ->
             raise ValueError(
                 f"drafter.{name} is set, but {name} drafts nothing here: add --model {name}, or leave it out"
             )
+
+
+def chosen(settings: Any, named: Collection[str], prefix: str) -> dict[str, Any]:
+    """Of a settings class, what somebody chose: values that are not the usual ones, and those whose key (`prefix` and the
+    field) was `named`, which may be the usual ones."""
+    usual = type(settings)()
+    return {
+        f.name: value
+        for f in dataclasses.fields(settings)
+        if (value := getattr(settings, f.name)) != getattr(usual, f.name) or f"{prefix}.{f.name}" in named
+    }
 
 
 def load_drafter(name: str, target: Target, *, revision: str | None = None) -> Drafter:

@@ -47,6 +47,7 @@ from .lookup import Pool, Sketch, collect, news, to_tree
 from .ngram import NgramConfig, Text
 from .tree import Proposal, Tree
 
+BRANCHES = ("recycle", "pool", "ngram", "retrieve")  # settings that a chain has no use for
 CHUNK = 64  # places that start guesses are drawn for at a time
 RETRIEVE = NgramConfig()
 
@@ -160,8 +161,14 @@ class Jacobi:
     def __init__(self, config: JacobiConfig, facts: TargetFacts) -> None:
         if config.mask_id is not None and not 0 <= config.mask_id < facts.vocab:
             raise ValueError(f"jacobi: mask_id={config.mask_id}: the target has ids 0..{facts.vocab - 1}")
+        if config.block * config.blocks > facts.max_positions:
+            raise ValueError(
+                f"jacobi: block={config.block}, blocks={config.blocks}: together they must fit into the target's "
+                f"{facts.max_positions} positions"
+            )
         self.config, self.facts = config, facts
-        self.own_depth = max(config.rest(anchor) for anchor in range(config.block))
+        # Most where a block begins, or where the next ones join it: from either on, `rest` falls.
+        self.own_depth = max(config.rest(known - 1) for known in (0, math.ceil(config.spawn * config.block)))
         self.record = False
         self.traces: list[Trace] = []
 

@@ -147,6 +147,9 @@ def test_the_folder_says_what_it_is(exported: Path) -> None:
     assert stored is not None and jacobi_of(stored) == JacobiConfig(block=8, start="mask", mask_id=280)
     assert jacobi_of(stored, JacobiConfig(block=4)) == JacobiConfig(block=4, start="mask", mask_id=280)
     assert jacobi_of(stored, JacobiConfig(start="last")).start == "last"
+    usual = JacobiConfig()
+    assert jacobi_of(stored, usual, {"drafter.jacobi.block"}).block == 16
+    assert jacobi_of(stored, usual, {"drafter.jacobi.start"}) == JacobiConfig(block=8)
     assert stored_denoiser(str(exported)) is None
     card = (exported / "README.md").read_text()
     for words in (
@@ -243,6 +246,12 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no decode": (ours("decode", None), r"draftsmith\.decode is missing"),
     "an unknown setting": (ours("depth", 2, "decode"), r"draftsmith\.decode: depth on one side only"),
     "no block": (ours("block", 0, "decode"), "block"),
+    "a block of text": (ours("block", "16", "decode"), r"draftsmith\.decode\.block = '16': needed int"),
+    "a window of number": (ours("window", 3, "decode"), r"draftsmith\.decode\.window = 3: needed Literal"),
+    "a switch for a number": (ours("recycle", True, "decode"), r"draftsmith\.decode\.recycle = True: needed int"),
+    "a vast block": (ours("block", 10**9, "decode"), r"decode\.block x .*blocks = 1000000000, .*max_positions is"),
+    "vast blocks": (ours("blocks", 10**9, "decode"), r"decode\.blocks = 8000000000, .*max_positions is"),
+    "vast positions": (ours("max_positions", "many", "target"), r"draftsmith\.target\.max_positions is 'many'"),
     "another mask": (ours("mask_id", 7), r"decode\.mask_id = 280, draftsmith\.mask_id is 7"),
     "a mask outside": (ours("mask_id", 300), "no id of 300"),
     "a path": (ours("name", "/etc/model", "target"), "no path"),

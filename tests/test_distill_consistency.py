@@ -29,7 +29,7 @@ from draftsmith.data.jacobi_states import PlacedStates, pack_states
 from draftsmith.data.packing import make_batch
 from draftsmith.data.sources import DataConfig
 from draftsmith.data.tasks import IDS, VOCABULARY, examples, prompt_ids, sample_of
-from draftsmith.inference.consistency_figures import repeated_share
+from draftsmith.inference.consistency_figures import repeated_grams
 from draftsmith.inference.consistency_folder import jacobi_of, load_consistency, stored_consistency
 from draftsmith.inference.rollout import RolloutConfig, run_rollout
 from draftsmith.inference.speculate import generate
@@ -241,8 +241,8 @@ def test_the_probe_decodes_what_the_export_will_be() -> None:
         answers = generate(target, prompts, SamplingParams(max_new_tokens=12))
     tokens = sum(len(a.ids) - 1 for a in answers)
     assert figures["tokens_per_forward"] == pytest.approx(tokens / figures["forwards"])
-    assert len(answers[0].ids) == len(answers[1].ids) == 12  # as many 4-grams: the mean of shares is the share of all
-    assert figures["repeated_share"] == pytest.approx(sum(repeated_share(a.ids) for a in answers) / 2)
+    assert len(answers[0].ids) == len(answers[1].ids) == 12  # 9 4-grams in each
+    assert figures["repeated_share"] == pytest.approx(sum(repeated_grams(a.ids)[0] for a in answers) / 18)
     assert probe(module, lambda: True) == {}
 
 
@@ -482,7 +482,8 @@ def test_two_hundred_steps_on_a_task_collapse_nowhere() -> None:
         answers = generate(target, [prompt_ids(x) for x in asked], SamplingParams(max_new_tokens=17))
         wanted = [[*(IDS[word] for word in x.answer), IDS["<end>"]] for x in asked]
         right = sum(list(a.ids)[:15] == w[:15] for a, w in zip(answers, wanted, strict=True)) / len(asked)
-        return right, sum(repeated_share(a.ids) for a in answers) / len(asked)
+        repeated = [(some, max(1, every)) for some, every in (repeated_grams(a.ids) for a in answers)]
+        return right, sum(some / every for some, every in repeated) / len(asked)
 
     before = measure()
     assert before[0] > 0.8

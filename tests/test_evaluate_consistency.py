@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,23 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.cli import main
+from draftsmith.configs.parse import to_yaml
 from draftsmith.data.encode import prompt_ids
-from draftsmith.inference.consistency_figures import repeated_grams
-from draftsmith.inference.consistency_folder import save_consistency
+from draftsmith.inference import evaluate_consistency as commands
+from draftsmith.inference.consistency_figures import Convergence, repeated_grams
+from draftsmith.inference.consistency_folder import save_consistency, settings_line
 from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
-from draftsmith.inference.evaluate_consistency import Way, evaluate_consistency, identity, jacobi_for
+from draftsmith.inference.evaluate_consistency import (
+    MOST_REPEATED,
+    MOST_RISE,
+    Way,
+    evaluate_consistency,
+    identity,
+    jacobi_for,
+    quality_lines,
+    standing,
+)
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.figures import Sample
 from draftsmith.inference.generate import GenerateConfig, run_generate
@@ -26,7 +39,7 @@ from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.inference.suites import SUITES, load_suite
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
-from draftsmith.models.jacobi import JacobiConfig, prompt_seed, start_uniforms
+from draftsmith.models.jacobi import BRANCHES, JacobiConfig, prompt_seed, start_uniforms
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import Target, load_target
 
@@ -77,6 +90,15 @@ def jacobi_passes(target: Target, prompt: list[int], answer: list[int]) -> tuple
     return passes, blocks
 
 
+def by_hand(counts: Convergence, blocks: list[list[list[int]]]) -> None:
+    """The convergence map of these blocks, counted again."""
+    assert list(counts.blocks_N) == [sum(len(b[0]) > j for b in blocks) for j in range(BLOCK)]
+    for i, row in enumerate(counts.right_IN):
+        state = [(b[min(i, len(b) - 1)], b[-1]) for b in blocks]
+        assert list(row) == [sum(len(z) > j and y[j] == z[j] for y, z in state) for j in range(BLOCK)]
+    assert counts.passes == Counter(next(i for i, y in enumerate(b) if y == b[-1]) for b in blocks)
+
+
 def test_every_figure_by_hand(folder: str) -> None:
     base = load_target("tiny", dtype="float64")
     trained = load_target(folder, dtype="float64")
@@ -96,9 +118,11 @@ def test_every_figure_by_hand(folder: str) -> None:
         assert (plain["name"], jacobi["name"]) == (f"{name} plain", f"{name} jacobi")
         assert plain["tokens"] == jacobi["tokens"] == sum(map(len, own))
         assert plain["tokens_per_forward"] == 1 and plain["forwards"] == sum(len(a) - 1 for a in own)
-        passes = [jacobi_passes(target, prompt, answer)[0] for prompt, answer in zip(ids, own, strict=True)]
-        assert jacobi["forwards"] == sum(passes)
-        assert jacobi["tokens_per_forward"] == pytest.approx(sum(len(a) - 1 for a in own) / sum(passes))
+        runs = [jacobi_passes(target, prompt, answer) for prompt, answer in zip(ids, own, strict=True)]
+        passes = sum(count for count, _ in runs)
+        assert jacobi["forwards"] == passes
+        assert jacobi["tokens_per_forward"] == pytest.approx(sum(len(a) - 1 for a in own) / passes)
+        by_hand(maps[name], [block for _, blocks in runs for block in blocks])
         assert jacobi["identical"] == 3 and not jacobi["divergences"] and jacobi["red"] is None
         assert jacobi["accuracy"] == pytest.approx(
             sum(bool(score and score(r.text, str(p.reference))) for r, p in zip(answers[name], prompts, strict=True))
@@ -124,26 +148,23 @@ def test_every_figure_by_hand(folder: str) -> None:
     rates = [row["tokens_per_forward"] for row in report["rows"]]
     assert report["gain"]["value"] == pytest.approx(rates[3] / rates[1]) and len(report["gain"]["interval"]) == 2
     assert rates[1] > 1 and report["quality"]["rise"] > 0.1 and "another model" in report["flags"][0]
+    assert not report["gain"]["counts"] and " x, does not count: cross-entropy" in quality_lines(report)[0]
     assert maps.keys() == {"base", "trained"} == report["convergence"].keys()
 
 
-def test_the_convergence_map_by_hand(folder: str) -> None:
-    trained = load_target(folder, dtype="float64")
-    prompts = load_suite("tasks", limit=2)
-    settings = JacobiConfig(block=BLOCK)
-    _, maps = evaluate_consistency(trained, trained, prompts, None, settings, max_new_tokens=14)
-    ids = [prompt_ids(p.messages, trained.tokenizer) for p in prompts]
-    answers = [r.ids for r in generate(trained, ids, SamplingParams(max_new_tokens=14))]
-    blocks = [b for prompt, a in zip(ids, answers, strict=True) for b in jacobi_passes(trained, prompt, a)[1]]
-    assert maps["trained"] == maps["base"]
-    places = [sum(len(b[0]) > j for b in blocks) for j in range(BLOCK)]
-    assert list(maps["trained"].blocks_N) == places
-    for i, row in enumerate(maps["trained"].right_IN):
-        state = [(b[min(i, len(b) - 1)], b[-1]) for b in blocks]
-        assert list(row) == [sum(len(z) > j and y[j] == z[j] for y, z in state) for j in range(BLOCK)]
-    assert maps["trained"].passes == {
-        n: sum(next(i for i, y in enumerate(b) if y == b[-1]) == n for b in blocks) for n in maps["trained"].passes
-    }
+def test_a_gain_counts_only_where_nothing_is_red_and_quality_stayed() -> None:
+    rows, gain = [{"name": "base jacobi", "red": None}, {"name": "trained jacobi", "red": None}], {"value": 1.5}
+    kept = {"rise": MOST_RISE, "repeated": MOST_REPEATED, "base_repeated": 0.0}
+    assert standing(gain, rows, kept) == {"counts": True, "reasons": []}
+    red = [rows[0], rows[1] | {"red": "1 of 3 answers differ"}]
+    for more, wanted in (
+        ((gain, red, kept), "trained jacobi is red"),
+        ((gain, rows, kept | {"rise": 0.2}), "another model"),
+        ((gain, rows, kept | {"repeated": 0.1}), "repeat themselves"),
+        (({"value": None}, rows, kept), "no passes"),
+    ):
+        found = standing(*more)
+        assert not found["counts"] and len(found["reasons"]) == 1 and wanted in found["reasons"][0]
 
 
 def test_answers_that_differ_are_red(folder: str) -> None:
@@ -179,22 +200,27 @@ def test_the_command_writes_report_page_and_card(
     html = (tmp_path / "report.html").read_text()
     assert html.count("<svg") == 2 and "<image" not in html and "trained jacobi" in html and "color: #222" in html
     card = (Path(folder) / "README.md").read_text()
+    assert "decode with | `jacobi`, block 4, blocks 1, spawn 0.85, window block, start prompt |" in card
+    assert " ×, does not count: cross-entropy" in card
     assert "| trained jacobi |" in card and "it rose by" in card and (Path(folder) / "report.html").is_file()
 
 
 def test_what_cannot_be_measured_is_refused(folder: str, tmp_path: Path) -> None:
     jacobi = replace(EvaluateConfig("").drafter, jacobi=JacobiConfig(block=3))
+    branching = replace(jacobi, jacobi=JacobiConfig(pool=2))
     for settings, words in (
         ({"k": (3,)}, "k: .* is a consistency model, these are for others"),
         ({"also": ("ngram",), "temperatures": (0.5,)}, "also, temperatures: .* consistency model"),
         ({"strategies": ("margin",)}, "strategies: .* consistency model"),
         ({"trees": ("chain", "static")}, "one shape per run"),
         ({"trees": ("best_first",)}, "proposes drafts of its own"),
+        ({"drafter": branching}, "drafter.jacobi.pool: .*add --trees static --nodes 16 --width 4"),
+        ({"drafter": branching, "model": "jacobi", "target": "tiny"}, "add --trees static"),
         ({"target": "nowhere"}, "beside the model that it was trained from, .*nowhere"),
         ({"target": folder}, "beside the model that it was trained from, .*name the right one with --target"),
     ):
         with pytest.raises(ValueError, match=words):
-            run_evaluate(config(folder, tmp_path, **settings))
+            run_evaluate(config(**{"model": folder, "out": tmp_path} | settings))
     other = export(tmp_path / "other", Target((t := tiny_target(seed=3)).model, t.tokenizer, "gone"))
     with pytest.raises(ValueError, match=r"that cannot be used: .*--target FOLDER says where it is"):
         run_evaluate(config(other, tmp_path))
@@ -212,16 +238,25 @@ def test_generate_decodes_by_jacobi_what_the_model_says(folder: str, capsys: pyt
     plain = ask(capsys, target=folder).split("\nacceptance rule")[0]
     own = ask(capsys, model=folder)
     assert own.split("\ndecoded by jacobi")[0] == plain and f"decoded by jacobi: block {BLOCK}, blocks 1" in own
-    assert "the model was trained on up to 64" in own or "verify passes" in own
+    target = load_target(folder, dtype="float64")
+    ids = prompt_ids([{"role": "user", "content": "Say hello."}], target.tokenizer)
+    (result,) = generate(target, [ids], SamplingParams(max_new_tokens=12))
+    assert f"\n{jacobi_passes(target, ids, result.ids)[0]} verify passes" in own
+    assert ("the model was trained on up to 64" in own) == (len(ids) > 64)
+    assert "spawn" in own and not any(name in own for name in BRANCHES)
     flags = replace(GenerateConfig("").drafter, jacobi=JacobiConfig(block=6, blocks=2))
     other = ask(capsys, model=folder, drafter=flags, tree="static", nodes=6)
     assert other.split("\ndecoded by jacobi")[0] == plain and "block 6, blocks 2" in other
+    assert all(f"{name} " in other for name in BRANCHES)
+    branching = replace(GenerateConfig("").drafter, jacobi=JacobiConfig(retrieve=True))
     for settings, words in (
         ({"target": "tiny"}, "stand alone; leave it out"),
         ({"strategy": "margin"}, "strategy: are for denoisers"),
         ({"self_draft": True}, "self_draft: are for denoisers"),
         ({"k": 9}, "k=9: the drafts of jacobi"),
         ({"tree": "best_first"}, "proposes drafts of its own"),
+        ({"drafter": branching}, "drafter.jacobi.retrieve: .*add --tree static --nodes 16 --width 4"),
+        ({"drafter": branching, "tree": "static", "width": 1}, "add --tree static"),
         (
             {"drafter": replace(GenerateConfig("").drafter, jacobi=JacobiConfig(start="mask", mask_id=9))},
             "with no mask",
@@ -229,6 +264,52 @@ def test_generate_decodes_by_jacobi_what_the_model_says(folder: str, capsys: pyt
     ):
         with pytest.raises(ValueError, match=words):
             ask(capsys, model=folder, **settings)
+    with pytest.raises(ValueError, match="add --tree static"):
+        ask(capsys, model="jacobi", target="tiny", drafter=branching)
+    argv = ["Hi.", "--model", folder, "--drafter.jacobi.pool", "4", "--drafter.jacobi.retrieve", "false"]
+    assert main(["generate", *argv]) == 2 and "jacobi.pool, drafter.jacobi.retrieve: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("decode", "flags", "wanted"),
+    [
+        ({}, ["--drafter.jacobi.block", "16"], {"block": 16}),
+        ({"window": "slide"}, ["--drafter.jacobi.window=block"], {"window": "block"}),
+        ({"window": "slide"}, ["--drafter.jacobi.blocks", "2"], {"window": "block", "blocks": 2}),
+        ({"blocks": 2}, ["drafter.jacobi.window=slide"], {"window": "slide", "blocks": 1}),
+        ({"window": "slide"}, ["--config", "{recipe}"], {"block": 16, "window": "slide"}),
+        ({"window": "slide"}, ["--config", "{printed}"], {"window": "slide"}),
+    ],
+    ids=["block", "window", "blocks", "slide", "a recipe", "a printed recipe"],
+)
+def test_what_is_given_takes_the_place_of_the_folders(
+    decode: dict[str, Any],
+    flags: list[str],
+    wanted: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of both commands, also where it is the usual value; what the folder says beside it stays."""
+    model = export(tmp_path / "x", tiny_target(), **decode)
+    (tmp_path / "recipe").write_text("drafter: {jacobi: {block: 16}}\n")
+    (tmp_path / "printed").write_text(to_yaml(GenerateConfig("Hi.", model=model, dtype="float64", max_new_tokens=3)))
+    argv = [flag.format(recipe=tmp_path / "recipe", printed=tmp_path / "printed") for flag in flags]
+    settings = JacobiConfig(**{"block": BLOCK} | decode | wanted)
+    line = f"decoded by jacobi: {settings_line(settings, False)}\n"
+    assert main(["generate", "Hi.", "--model", model, "--dtype", "float64", "--max_new_tokens=3", *argv]) == 0
+    assert line in capsys.readouterr().out
+    if "printed" in flags[-1]:
+        return
+
+    def stop(*arguments: Any, **_: Any) -> None:
+        raise ValueError(repr(arguments[4]))
+
+    for name in ("base_of", "load_consistency"):
+        monkeypatch.setattr(commands, name, lambda *_, **__: None)
+    monkeypatch.setattr(commands, "evaluate_consistency", stop)
+    assert main(["evaluate", "--model", model, "--out", str(tmp_path / "out"), *argv]) == 2
+    assert repr(settings) in capsys.readouterr().err
 
 
 def test_a_base_without_masks_starts_from_the_prompt(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models.convergence import ABSENT, BlockMap, Trace, convergence
+from draftsmith.models.convergence import ABSENT, Trace, block_states
 from draftsmith.models.jacobi import Jacobi, JacobiConfig, Row, prompt_seed, start_uniforms
 from draftsmith.models.pretrained import tiny_target
 
@@ -232,16 +232,14 @@ def test_branches_hold_what_was_rejected_said_and_read(scripted: Any) -> None:
 def test_convergence_maps_by_hand() -> None:
     trace = Trace([(0, [5, 6, 9]), (1, [5, 3]), (2, [3])])
     #  pass 0: 1 [5 6 9]; pass 1: 1 2 [5 3]; pass 2: 1 2 4 [3]; then 1 2 4 3, and 8 behind it
-    first, second = convergence(trace, [1, 2, 4, 3, 8], 4)
-    assert first == BlockMap(0, 0, [[1, 5, 6, 9], [1, 2, 5, 3], [1, 2, 4, 3], [1, 2, 4, 3]], [0, 1, 2, 1])
-    assert first.passes == 3 and second == BlockMap(4, 3, [[8]], [0]) and second.passes == 0
+    first = [[1, 5, 6, 9], [1, 2, 5, 3], [1, 2, 4, 3], [1, 2, 4, 3]]
+    assert block_states(trace, [1, 2, 4, 3, 8], 4) == [first, [[8]]]
     again = Trace([(0, [7, 7, 7, 7, 7]), (2, [7, 4, 7])])  # place 4 is right, then wrong, and right at last
-    maps = convergence(again, [1, 7, 5, 7, 7, 9], 3)
-    assert maps[0] == BlockMap(0, 0, [[1, 7, 7], [1, 7, 5]], [0, 0, 1])
-    assert maps[1] == BlockMap(3, 0, [[7, 7, 7], [7, 4, 7], [7, 7, 9]], [0, 2, 2])
-    slide = convergence(Trace([(0, [4]), (1, [5])]), [1, 2, 3], 3)
-    assert slide == [BlockMap(0, 0, [[1, 4, ABSENT], [1, 2, 5], [1, 2, 3]], [0, 1, 2])]
-    assert convergence(Trace(), [4], 4) == [BlockMap(0, 0, [[4]], [0])]
+    first, second = block_states(again, [1, 7, 5, 7, 7, 9], 3)
+    assert first == [[1, 7, 7], [1, 7, 5]] and second == [[7, 7, 7], [7, 4, 7], [7, 7, 9]]
+    slide = block_states(Trace([(0, [4]), (1, [5])]), [1, 2, 3], 3)
+    assert slide == [[[1, 4, ABSENT], [1, 2, 5], [1, 2, 3]]]
+    assert block_states(Trace(), [4], 4) == [[[4]]]
 
 
 def test_a_target_that_looks_at_places_alone_converges_in_one_pass(scripted: Any) -> None:
@@ -251,10 +249,10 @@ def test_a_target_that_looks_at_places_alone_converges_in_one_pass(scripted: Any
     params = [SamplingParams(max_new_tokens=n) for n in (32, 11)]
     results = generate(real, [[1], [2, 3]], params, drafter, replace(CHAIN, max_rows=1))
     for trace, result in zip(drafter.traces, results, strict=True):
-        maps = convergence(trace, result.ids, 8)
-        assert [m.first for m in maps] == list(range(0, len(result.ids), 8))
-        assert [x for m in maps for x in m.states[-1]] == result.ids
-        assert all(max(m.right) <= 1 for m in maps) and maps[0].passes == 2
+        blocks = block_states(trace, result.ids, 8)
+        assert [len(states[-1]) for states in blocks[:-1]] == [8] * ((len(result.ids) - 1) // 8)
+        assert [x for states in blocks for x in states[-1]] == result.ids
+        assert all(state == states[-1] for states in blocks for state in states[1:]) and len(blocks[0]) == 3
         assert result.stats.verifies == len(trace.passes)
 
 
@@ -275,11 +273,21 @@ def test_a_target_that_looks_at_places_alone_converges_in_one_pass(scripted: Any
         ({"start": "mask", "mask_id": 9}, "0..5"),
         ({"ngram": 1}, "ngram=1"),
         ({"recycle": -1}, "recycle=-1"),
+        ({"block": 10**9}, "must fit into the target's 99 positions"),
+        ({"block": 10, "blocks": 10}, "block=10, blocks=10: together"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Jacobi(JacobiConfig(**settings), SimpleNamespace(vocab=6, tokens=6))  # type: ignore[arg-type]
+        Jacobi(JacobiConfig(**settings), SimpleNamespace(vocab=6, tokens=6, max_positions=99))  # type: ignore[arg-type]
+
+
+def test_drafts_are_as_deep_as_any_place_of_a_block_needs() -> None:
+    facts: Any = SimpleNamespace(vocab=6, tokens=6, max_positions=99)
+    for block in range(1, 8):
+        for blocks, spawn, window in ((1, 0.85, "block"), (1, 0.85, "slide"), *((3, x / 7, "block") for x in range(8))):
+            config = JacobiConfig(block=block, blocks=blocks, spawn=spawn, window=window)  # type: ignore[arg-type]
+            assert Jacobi(config, facts).own_depth == max(map(config.rest, range(block)))
 
 
 def test_a_depth_beside_the_block_is_refused(scripted: Any) -> None:
