@@ -10,7 +10,7 @@ target's own; the shipped ones are SmolLM2's. `objective.states=stored` reads th
 
 Leaves a run folder: `checkpoints/`, `metrics.jsonl`, `run.yaml` and `export/`, an ordinary checkpoint of the best step
 that kept within bounds (`guard.*`). Starting it again goes on where it stopped. Exit codes as of `distill_draft.py`; 1
-also when the guard ended it. Tests: `pytest tests/test_distill_consistency.py`.
+also when the guard ended it or let no step pass, which leaves no export. Tests: `pytest tests/test_distill_consistency.py`.
 """
 
 from __future__ import annotations
