@@ -153,8 +153,9 @@ def test_every_figure_by_hand(folder: str) -> None:
 
 
 def test_a_gain_counts_only_where_nothing_is_red_and_quality_stayed() -> None:
-    rows, gain = [{"name": "base jacobi", "red": None}, {"name": "trained jacobi", "red": None}], {"value": 1.5}
-    kept = {"rise": MOST_RISE, "repeated": MOST_REPEATED, "base_repeated": 0.0}
+    rows: list[Any] = [{"name": "base jacobi", "red": None}, {"name": "trained jacobi", "red": None}]
+    gain: Any = {"value": 1.5}
+    kept: Any = {"rise": MOST_RISE, "repeated": MOST_REPEATED, "base_repeated": 0.0}
     assert standing(gain, rows, kept) == {"counts": True, "reasons": []}
     red = [rows[0], rows[1] | {"red": "1 of 3 answers differ"}]
     for more, wanted in (
