@@ -195,7 +195,7 @@ def git_state() -> dict[str, Any]:
         return {}
 
 
-def silent(*_: Any) -> None:
+def silent(*_: Any, file: Any = None) -> None:
     """What processes other than the main one print."""
 
 
