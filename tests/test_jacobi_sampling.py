@@ -139,7 +139,7 @@ def enumerate_law(p_VV: Tensor, rule: str, fresh: bool, block: int, length: int,
     this rule, every uniform split where any row's tokens change; what is missing then is the target's. `fresh`: draws
     of places are new in every round."""
     v = len(p_VV)
-    facts = SimpleNamespace(vocab=v, tokens=v)
+    facts = SimpleNamespace(vocab=v, tokens=v, max_positions=2048)
     drafter = Jacobi(JacobiConfig(block=block), facts)  # type: ignore[arg-type]
     edges = sorted({0.0, 1.0, *(x for row in p_VV.cumsum(1).tolist() for x in row if x < 1 - 1e-12)})
     cells = [((a + b) / 2, b - a) for a, b in pairwise(edges) if b - a > 0]
