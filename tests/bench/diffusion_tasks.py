@@ -149,14 +149,7 @@ class Model:
     """The tiny model, all of whose weights learn, and how it denoises."""
 
     def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=len(VOCABULARY), hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=WIDTH // HEADS, max_position_embeddings=128,
-            initializer_range=WIDTH**-0.5, tie_word_embeddings=False, bos_token_id=None, eos_token_id=IDS["<end>"],
-            pad_token_id=IDS["<pad>"], rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
-        )  # fmt: skip
-        self.target = Target(LlamaForCausalLM(config), tokenizer(), "tasks", frozen=False)
+        self.target = tiny_target(seed)
         self.adapters = Adapters(AdapterConfig(kind="full", mask="reserved"), self.target)
         self.denoiser = Converted(OBJECTIVE, self.adapters).denoiser()
 
@@ -192,7 +185,7 @@ class Bench:
         parameters = sum(p.numel() for p in base.adapters.trained.parameters())
         self.console.print(f"model: {parameters:,} parameters, {LAYERS} layers of width {WIDTH}, blocks of {BLOCK}")
         module = BlockDiffusion(OBJECTIVE, base.target, base.adapters)
-        trained = self.train("base", module, self.fresh, self.size.steps, 3e-3)
+        trained = self.train("base", module, lambda step: fresh(self.seed, step), self.size.steps, 3e-3)
         answers = self.own_answers(base)
         forced = Model(self.seed)
         forced.adapters.load({name: p.detach() for name, p in base.adapters.trained.named_parameters()})
@@ -224,43 +217,10 @@ class Bench:
 
     # Training
 
-    def fresh(self, step: int) -> list[Sample]:
-        """New examples for every step; sample ids are unique, because noise is keyed by them."""
-        samples = []
-        for k, (task, share) in enumerate(SHARES.items()):
-            for example in examples(task, self.seed, range(step * share, (step + 1) * share)):
-                samples.append(sample_of(example, example.number * len(SHARES) + k))
-        return samples
-
     def train(self, name: str, module: Any, samples_of: Callable[[int], list[Sample]], steps: int, rate: float) -> Row:
-        """AdamW, a short warm-up, then a cosine; saved now and then, gone on with from there."""
-        path = self.out / f"{name}.safetensors"
-        weights = dict(module.trained.named_parameters())
-        optimiser = torch.optim.AdamW(weights.values(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-        step, cpu, figures = restore(path, weights, optimiser)
-        while step < steps:
-            since = time.process_time()
-            for group in optimiser.param_groups:
-                group["lr"] = (
-                    rate * min(1.0, (step + 1) / (0.03 * steps)) * (0.525 + 0.475 * math.cos(math.pi * step / steps))
-                )
-            batch = batch_of(samples_of(step), self.seed, step)
-            counts = module.denominators(batch, step / steps)
-            terms = module.loss(batch, TargetOut(), step / steps)
-            loss = torch.stack([terms.losses[term] / count for term, count in counts.items()]).sum()
-            optimiser.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
-            optimiser.step()
-            step, cpu = step + 1, cpu + time.process_time() - since
-            if step % 25 == 0 or step == steps:
-                figures = {key: round(float(top / bottom), 4) for key, (top, bottom) in terms.metrics.items()}
-                save(path, weights, optimiser, step, cpu, figures)
-            if step % 100 == 0 or step == steps:
-                shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
-                print(f"  {name}: step {step} of {steps}, {cpu:.0f} s, {shown}", flush=True)
-        self.training_cpu += cpu
-        return {"steps": steps, "cpu_minutes": cpu / 60, **figures}
+        row = train(name, self.out, module, samples_of, steps, rate, self.seed)
+        self.training_cpu += 60 * row["cpu_minutes"]
+        return row
 
     def own_answers(self, base: Model) -> dict[str, list[Sample]]:
         """What the model answers to other training prompts, where that is right. Decided from left to right: where many
@@ -370,6 +330,58 @@ class Bench:
             areas[task] = {name: round(area(curve, best or None), 1) for name, curve in curves.items()}
             plot_curves(curves, self.out / f"curve_{task}.svg", VALID)
         return areas
+
+
+def tiny_target(seed: int) -> Target:
+    """The tiny model, all of whose weights may learn."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY), hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=WIDTH // HEADS, max_position_embeddings=128,
+        initializer_range=WIDTH**-0.5, tie_word_embeddings=False, bos_token_id=None, eos_token_id=IDS["<end>"],
+        pad_token_id=IDS["<pad>"], rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
+    )  # fmt: skip
+    return Target(LlamaForCausalLM(config), tokenizer(), "tasks", frozen=False)
+
+
+def fresh(seed: int, step: int) -> list[Sample]:
+    """New examples for every step; sample ids are unique, because draws are keyed by them."""
+    samples = []
+    for k, (task, share) in enumerate(SHARES.items()):
+        for example in examples(task, seed, range(step * share, (step + 1) * share)):
+            samples.append(sample_of(example, example.number * len(SHARES) + k))
+    return samples
+
+
+def train(
+    name: str, out: Path, module: Any, samples_of: Callable[[int], list[Sample]], steps: int, rate: float, seed: int
+) -> Row:
+    """AdamW, a short warm-up, then a cosine; saved now and then, gone on with from there. Steps, CPU minutes, figures."""
+    path = out / f"{name}.safetensors"
+    weights = dict(module.trained.named_parameters())
+    optimiser = torch.optim.AdamW(weights.values(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    step, cpu, figures = restore(path, weights, optimiser)
+    while step < steps:
+        since = time.process_time()
+        for group in optimiser.param_groups:
+            warm = min(1.0, (step + 1) / (0.03 * steps))
+            group["lr"] = rate * warm * (0.525 + 0.475 * math.cos(math.pi * step / steps))
+        batch = batch_of(samples_of(step), seed, step)
+        counts = module.denominators(batch, step / steps)
+        terms = module.loss(batch, TargetOut(), step / steps)
+        loss = torch.stack([terms.losses[term] / count for term, count in counts.items()]).sum()
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        optimiser.step()
+        step, cpu = step + 1, cpu + time.process_time() - since
+        if step % 25 == 0 or step == steps:
+            figures = {key: round(float(top / of), 4) for key, (top, of) in terms.metrics.items() if of > 0}
+            save(path, weights, optimiser, step, cpu, figures)
+        if step % 100 == 0 or step == steps:
+            shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
+            print(f"  {name}: step {step} of {steps}, {cpu:.0f} s, {shown}", flush=True)
+    return {"steps": steps, "cpu_minutes": cpu / 60, **figures}
 
 
 def batch_of(samples: Sequence[Sample], seed: int, step: int) -> Batch:

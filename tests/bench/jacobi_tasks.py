@@ -15,33 +15,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusion_tasks import LONGEST, ROTARY_BASE, SHARES, Kept, again, batch_of, restore, save
+from diffusion_tasks import HEADS, LAYERS, LONGEST, SHARES, WIDTH, Kept, again, fresh, tiny_target, train
 from main_job import bar
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.encode import Sample
 from draftsmith.data.tasks import (
-    IDS,
     TASKS,
-    VOCABULARY,
     Example,
     examples,
     prompt_ids,
     sample_of,
-    tokenizer,
     valid,
     words_of,
 )
@@ -59,7 +53,6 @@ from draftsmith.models.trajectories import answer_blocks
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]
 
-WIDTH, LAYERS, HEADS = 96, 4, 4
 BLOCK = 16  # the longest answer with its end
 OBJECTIVE = ConsistencyConfig(
     block=BLOCK, states="online", start="prompt", passes=3, labels="data", normalise="tokens", ar_weight=1.0,
@@ -122,14 +115,7 @@ class Model:
     """The tiny model, all of whose weights learn."""
 
     def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=len(VOCABULARY), hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=WIDTH // HEADS, max_position_embeddings=128,
-            initializer_range=WIDTH**-0.5, tie_word_embeddings=False, bos_token_id=None, eos_token_id=IDS["<end>"],
-            pad_token_id=IDS["<pad>"], rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
-        )  # fmt: skip
-        self.target = Target(LlamaForCausalLM(config), tokenizer(), "tasks", frozen=False)
+        self.target = tiny_target(seed)
         self.adapters = Adapters(AdapterConfig(kind="full", mask="none"), self.target)
 
 
@@ -145,7 +131,8 @@ class Tasks:
         base = Model(self.seed)
         parameters = sum(p.numel() for p in base.adapters.trained.parameters())
         self.console.print(f"model: {parameters:,} parameters, {LAYERS} layers of width {WIDTH}, blocks of {BLOCK}")
-        first = self.train("base", Autoregression(base.target, base.adapters), self.fresh, self.size.steps, 3e-3)
+        learn = Autoregression(base.target, base.adapters)
+        first = self.train("base", learn, lambda step: fresh(self.seed, step), self.size.steps, 3e-3)
         answers = self.own_answers(base)
         taught = Model(self.seed)
         taught.adapters.load({name: p.detach() for name, p in base.adapters.trained.named_parameters()})
@@ -166,43 +153,10 @@ class Tasks:
             "cpu_minutes": (self.kept.cpu + self.training_cpu) / 60,
         }
 
-    def fresh(self, step: int) -> list[Sample]:
-        """New examples for every step; sample ids are unique, because draws are keyed by them."""
-        samples = []
-        for k, (task, share) in enumerate(SHARES.items()):
-            for example in examples(task, self.seed, range(step * share, (step + 1) * share)):
-                samples.append(sample_of(example, example.number * len(SHARES) + k))
-        return samples
-
     def train(self, name: str, module: Any, samples_of: Callable[[int], list[Sample]], steps: int, rate: float) -> Row:
-        """AdamW, a short warm-up, then a cosine; saved now and then, gone on with from there."""
-        path = self.out / f"{name}.safetensors"
-        weights = dict(module.trained.named_parameters())
-        optimiser = torch.optim.AdamW(weights.values(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-        step, cpu, figures = restore(path, weights, optimiser)
-        while step < steps:
-            since = time.process_time()
-            for group in optimiser.param_groups:
-                warm = min(1.0, (step + 1) / (0.03 * steps))
-                group["lr"] = rate * warm * (0.525 + 0.475 * math.cos(math.pi * step / steps))
-            batch = batch_of(samples_of(step), self.seed, step)
-            counts = module.denominators(batch, step / steps)
-            terms = module.loss(batch, TargetOut(), step / steps)
-            loss = torch.stack([terms.losses[term] / count for term, count in counts.items()]).sum()
-            optimiser.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
-            optimiser.step()
-            step, cpu = step + 1, cpu + time.process_time() - since
-            if step % 100 == 0 or step == steps:
-                figures = {
-                    key: round(float(top / bottom), 4) for key, (top, bottom) in terms.metrics.items() if bottom > 0
-                }
-                save(path, weights, optimiser, step, cpu, figures)
-                shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
-                print(f"  {name}: step {step} of {steps}, {cpu:.0f} s, {shown}", flush=True)
-        self.training_cpu += cpu
-        return {"steps": steps, "cpu_minutes": cpu / 60, **figures}
+        row = train(name, self.out, module, samples_of, steps, rate, self.seed)
+        self.training_cpu += 60 * row["cpu_minutes"]
+        return row
 
     def own_answers(self, base: Model) -> dict[str, list[Sample]]:
         """What the base answers, greedily, to other training prompts: right or not, they are what it says."""
