@@ -35,7 +35,7 @@ from .denoisers import Stored, load_base
 from .diffusion_figures import Decoded, retention
 from .evaluate import Arm, EvaluateConfig, divergence, label_of, machine, to_sample, write_report
 from .figures import Bootstrap, Row, Sample, by_prompt, rate, ratio, speed
-from .report import number, plot_speed, svg, visible, with_interval
+from .report import identity_lines, number, plot_speed, svg, visible, with_interval
 from .speculate import DecodeConfig, generate, refuse_tree
 from .suites import SUITES, Prompt, load_suite
 
@@ -282,7 +282,7 @@ def identity(
     """Jacobi's answers against plain decoding of the same model: how many are equal, and of the others where they part and
     with which gap of the logits. `red`: why that is not right: any difference where `exact` (float64), else one without
     a near-tie (`evaluate.divergence`)."""
-    found: Row = {"identical": len(samples), "divergences": [], "red": None}
+    found: Row = {"identical": len(samples), "differ_from_unpadded": 0, "divergences": [], "red": None}
     if way.jacobi is None:
         return found
     arm, drafters = Arm(way.name, "draft", 0.0, decode, Jacobi.method), {Jacobi.method: way.jacobi}
@@ -291,7 +291,8 @@ def identity(
         if sample.ids != reference.ids:
             other = divergence(way.target, drafters, arm, params, prompt, reference.ids, sample.ids)
             found["divergences"].append({"prompt": sample.prompt, **other})
-    found["identical"] -= len(found["divergences"])
+    found["differ_from_unpadded"] = len(found["divergences"])
+    found["identical"] -= found["differ_from_unpadded"]
     wrong = len(found["divergences"]) if exact else sum(not other["excused"] for other in found["divergences"])
     if wrong:
         found["red"] = f"{wrong} of {len(samples)} answers differ from plain decoding" + (
@@ -415,23 +416,6 @@ def quality_lines(report: Row) -> list[str]:
         )
     passes = ", ".join(f"{name} {counts['mean_passes']:.2f}" for name, counts in report["convergence"].items())
     return [*lines, f"passes per block: {passes or '-'}"]
-
-
-def identity_lines(report: Row) -> list[str]:
-    """What the checks of exactness saw."""
-    lines = []
-    for row in report["rows"]:
-        if row["red"]:
-            lines.append(f"RED {row['name']}: {row['red']}; its speed is not shown")
-        if measured := row["divergences"]:
-            worst = max(measured, key=lambda other: (not other["excused"], other["gap"]))
-            ties = sum(other["excused"] for other in measured)
-            lines.append(
-                f"{row['name']}: {len(measured)} of {row['answers']} answers differ from plain decoding, {ties} at a near-tie; "
-                f"largest top-2 logit gap {worst['gap']:.3g} where the widths differ by {worst['width_difference']:.3g} "
-                f"({worst['prompt']}, token {worst['position']})"
-            )
-    return lines
 
 
 def print_consistency_report(report: Row, console: Console) -> None:
