@@ -189,7 +189,7 @@ def jacobi_of(stored: Stored, flags: JacobiConfig | None = None, named: Collecti
         said["mask_id"] = None
     if said.get("blocks", 1) > 1:
         said["window"] = "block"
-    if said.get("window") == "slide":
+    if said.get("window", "block") != "block":
         said["blocks"] = 1
     settings = replace(decode, **said)
     refuse_other_mask(settings, mask_id, name)

@@ -11,6 +11,11 @@ Blocks are counted in the answer: block k holds the tokens [k n, (k + 1) n). The
 and of the next ones once the share `spawn` of it is committed (Jacobi Forcing: two blocks in flight); `window` slide
 keeps n guesses at all times instead. A block opens with guesses from `start`.
 
+What stands behind a guess that was wrong was said with the wrong token in sight. With `window` quadratic n first guesses
+ride along behind the anchor and behind each guess (`Tree.extra`), so that whichever is the last right one, the next n
+guesses are made behind true tokens alone, for (n + 1) n more rows (quadratic decoding: Samragh et al.,
+arXiv:2507.11851, with masks as first guesses).
+
 Where the runtime's tree may branch, candidates beside the chain hang on the anchor: n-grams of rejected guesses
 (rejection recycling of Jacobi Forcing), n-grams across successive states and of the prompt (the pool of lookahead
 decoding, arXiv:2402.02057), and what followed the newest tokens earlier in the text (Make Some Noise,
@@ -43,9 +48,10 @@ from ..kernels import rng as numbers
 from ..losses.probs import draw, probs, top
 from .convergence import Trace
 from .drafter import Budget, Commit, Prefill, TargetFacts
+from .layers import TargetHead, refuse_unbound
 from .lookup import Pool, Sketch, collect, news, to_tree
 from .ngram import NgramConfig, Text
-from .tree import Proposal, Tree
+from .tree import Extra, Proposal, Tree
 
 BRANCHES = ("recycle", "pool", "ngram", "retrieve")  # settings that a chain has no use for
 CHUNK = 64  # places that start guesses are drawn for at a time
@@ -63,8 +69,9 @@ class JacobiConfig:
     """Blocks in flight, at most (Jacobi Forcing: K = 2)."""
     spawn: float = 0.85
     """Share of the open block that is committed when the next ones join (Jacobi Forcing: r = 0.85)."""
-    window: Literal["block", "slide"] = "block"
-    """block: up to the end of the block, counted in the answer; slide: always `block` guesses behind the newest token."""
+    window: Literal["block", "slide", "quadratic"] = "block"
+    """block: up to the end of the block, counted in the answer; slide: always `block` guesses behind the newest token;
+    quadratic: as many, each said behind right tokens and first guesses alone, which ride along behind every guess."""
     start: Literal["prompt", "last", "random", "mask"] = "prompt"
     """First guesses: tokens of the prompt at random (CLLM), the newest token again, random ids, or `mask_id`."""
     mask_id: int | None = None
@@ -83,10 +90,10 @@ class JacobiConfig:
             raise ValueError(f"jacobi: block={self.block}, blocks={self.blocks}: both must be at least 1")
         if not 0 <= self.spawn <= 1:
             raise ValueError(f"jacobi: spawn={self.spawn}: must lie in [0, 1]")
-        if self.window not in ("block", "slide"):
-            raise ValueError(f"jacobi: window={self.window!r}: use block or slide")
-        if self.window == "slide" and self.blocks > 1:
-            raise ValueError(f"jacobi: blocks={self.blocks}: a sliding window has no blocks; leave blocks at 1")
+        if self.window not in ("block", "slide", "quadratic"):
+            raise ValueError(f"jacobi: window={self.window!r}: use block, slide or quadratic")
+        if self.window != "block" and self.blocks > 1:
+            raise ValueError(f"jacobi: blocks={self.blocks}: window={self.window} has no blocks; leave blocks at 1")
         if self.start not in ("prompt", "last", "random", "mask"):
             raise ValueError(f"jacobi: start={self.start!r}: use prompt, last, random or mask")
         if (self.start == "mask") != (self.mask_id is not None):
@@ -98,7 +105,7 @@ class JacobiConfig:
 
     def rest(self, anchor: int) -> int:
         """Guesses behind an anchor that is token `anchor` of the answer, where no block was in flight before."""
-        if self.window == "slide":
+        if self.window != "block":
             return self.block
         known = (anchor + 1) % self.block
         behind = (self.blocks - 1) * self.block if known >= self.spawn * self.block else 0
@@ -169,11 +176,15 @@ class Jacobi:
         self.config, self.facts = config, facts
         # Most where a block begins, or where the next ones join it: from either on, `rest` falls.
         self.own_depth = max(config.rest(known - 1) for known in (0, math.ceil(config.spawn * config.block)))
+        self.quadratic = config.window == "quadratic"
+        self.extra_rows = (config.block + 1) * config.block if self.quadratic else 0
+        self.target_head: TargetHead = refuse_unbound
         self.record = False
         self.traces: list[Trace] = []
 
     def bind(self, target: Any) -> None:
-        """Nothing beside what the verification says is read."""
+        """Take the target's head, for what rides along; all else is in what the verification says."""
+        self.target_head = target.head
 
     def init(self, prefill: Prefill) -> list[Row]:
         """No guesses yet."""
@@ -187,7 +198,7 @@ class Jacobi:
     ) -> tuple[list[Row], Tree]:
         """The next state of each row's blocks as a chain, and beside it what else begins with the anchor."""
         drawn = rng is not None and rng.drawn
-        said, q_BJV = self.says(state, commit, rng)
+        said, q_BJV = self.says_ahead(commit, rng) if self.quadratic else self.says(state, commit, rng)
         branches = budget.width > 1 and not drawn
         kept, drafts = [], []
         for row, tokens, places in zip(state, news(commit, [row.made > 0 for row in state]), said, strict=True):
@@ -209,6 +220,8 @@ class Jacobi:
         tree = to_tree(drafts, commit.ids_BT.device)
         if drawn:
             tree.q = self.proposal(tree, kept, q_BJV)
+        if self.quadratic:
+            tree.extra = self.ahead(state, tree, (commit.counts_B > 0).tolist())
         return state, tree
 
     def says(self, state: list[Row], commit: Commit, rng: Any) -> tuple[list[list[int]], Tensor | None]:
@@ -228,16 +241,33 @@ class Jacobi:
         old_BJ = seen.tokens_BM.gather(1, (at_BJ + 1).clamp(max=m - 1))
         see_JJ = torch.ones(j, j, dtype=torch.bool, device=step_J.device).tril(-1)
         history = rng.history(step_J.expand(b, j), old_BJ, see_JJ.expand(b, j, j))
+        token_BJ, p_BJV = self.guess(logits_XV.view(b, j, v), history, commit, rng)
+        tokens = [line[:n] for line, n in zip(token_BJ.tolist(), left, strict=True)]
+        return tokens, p_BJV
+
+    def says_ahead(self, commit: Commit, rng: Any) -> tuple[list[list[int]], Tensor | None]:
+        """`says` of what rode along behind the last right guess. Nothing rides behind a branch."""
+        b, j = len(commit.anchor_B), self.config.block
+        if commit.extra_out is None:
+            return [[] for _ in range(b)], None
+        hidden_BJD, valid_BJ = commit.extra_out.below_accepted(j)
+        step_BJ = torch.arange(j, device=hidden_BJD.device).expand(b, j)
+        history = rng.history(step_BJ, None, None)
+        token_BJ, p_BJV = self.guess(self.target_head(hidden_BJD, None), history, commit, rng)
+        left = (valid_BJ & (commit.counts_B > 0)[:, None]).sum(1).tolist()
+        return [line[:n] for line, n in zip(token_BJ.tolist(), left, strict=True)], p_BJV
+
+    def guess(self, logits_BJV: Tensor, history: Any, commit: Commit, rng: Any) -> tuple[Tensor, Tensor | None]:
+        """Guesses int64 [B, J] of the places behind the new anchors, by the verifier's rule, from the target's logits; and the
+        distributions, where they were drawn."""
+        b, j, _ = logits_BJV.shape
+        step_J = torch.arange(j, device=logits_BJV.device)
         last_B1 = commit.positions_BT.gather(1, (commit.counts_B - 1).clamp(min=0)[:, None])
         coins_BJ, params = rng.at_places(last_B1 + 2 + step_J), rng.params.repeat(j)
-        p_XV = None
         if coins_BJ is None:
-            token_X = top(logits_XV, params, history)
-        else:
-            p_XV = probs(logits_XV, params, history)
-            token_X = draw(p_XV, coins_BJ.flatten())
-        tokens = [line[:n] for line, n in zip(token_X.view(b, j).tolist(), left, strict=True)]
-        return tokens, None if p_XV is None else p_XV.view(b, j, v)
+            return top(logits_BJV.flatten(0, 1), params, history).view(b, j), None
+        p_XV = probs(logits_BJV.flatten(0, 1), params, history)
+        return draw(p_XV, coins_BJ.flatten()).view(b, j), p_XV.view(b, j, -1)
 
     def move(self, row: Row, tokens: list[int], said: list[int]) -> list[int]:
         """Take in the newest tokens of a row, and make the guesses behind them out of what the target said there.
@@ -253,15 +283,38 @@ class Jacobi:
         if config.window == "block":
             del said[max(0, row.end - 1 - place) :]  # a block opens with guesses from `start` alone
         row.end = max(row.end if config.window == "block" else 0, row.made + config.rest(place))
-        row.guesses = said + self.starts(row, range(row.made + len(said), row.end))
+        row.guesses = said
+        if not self.quadratic:
+            row.guesses = said + self.starts(row, range(row.made + len(said), row.end))
         return old[right:]
 
-    def starts(self, row: Row, places: range) -> list[int]:
-        """First guesses at these places of the answer."""
+    def ahead(self, state: list[Row], tree: Tree, live: list[bool]) -> Extra:
+        """First guesses behind the anchor and behind every guess of the chain, `block` each."""
+        n, m, device = self.config.block, tree.tokens_BN.shape[1] + 1, tree.tokens_BN.device
+        nodes = 1 + max(len(row.guesses) for row in state)
+        node_E, step_E = torch.arange(nodes * n, device=device).div(n, rounding_mode="floor"), torch.arange(n).repeat(nodes)
+        ids, counts = [], []
+        for row, running in zip(state, live, strict=True):
+            chain = [row.anchor, *row.guesses] if running else []
+            line = [x for i, token in enumerate(chain) for x in self.starts(row, range(row.made + i, row.made + i + n), token)]
+            counts.append([len(line)])
+            ids.append(line + [0] * (nodes * n - len(line)))
+        b = len(state)
+        step_E = step_E.to(device)
+        parents_E = torch.where(step_E == 0, node_E, m - 1 + torch.arange(nodes * n, device=device))
+        return Extra(
+            torch.tensor(ids, dtype=torch.int64, device=device).view(b, nodes * n),
+            parents_E.expand(b, -1),
+            (node_E + 1 + step_E).expand(b, -1),
+            torch.arange(nodes * n, device=device) < torch.tensor(counts, device=device),
+        )
+
+    def starts(self, row: Row, places: range, last: int | None = None) -> list[int]:
+        """First guesses at these places of the answer, behind the token `last` (None = the anchor)."""
         config = self.config
         if config.start in ("last", "mask") or not places:
-            token = row.anchor if config.mask_id is None else config.mask_id
-            return [token] * len(places)
+            token = row.anchor if last is None else last
+            return [token if config.mask_id is None else config.mask_id] * len(places)
         while len(row.drawn) < places.stop:
             uniforms = start_uniforms(prompt_seed(row.prompt), len(row.drawn), CHUNK)
             ids: Sequence[int] = range(self.facts.tokens)

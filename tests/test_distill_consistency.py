@@ -165,7 +165,9 @@ def test_first_guesses_of_decoding_are_those_of_the_training() -> None:
     for start, wanted in kept:
         objective = ConsistencyConfig(start=start, block=5)
         assert decoding_of(objective, None) == JacobiConfig(block=5, window="slide", start=wanted)
-    assert decoding_of(PRESETS["self_distilled"], 7) == JacobiConfig(block=16, window="slide", start="mask", mask_id=7)
+    ahead = JacobiConfig(block=4, window="quadratic", start="mask", mask_id=7)  # 16 would be 272 rows
+    assert decoding_of(PRESETS["self_distilled"], 7) == ahead
+    assert decoding_of(replace(PRESETS["self_distilled"], block=3), 7) == replace(ahead, block=3)
     assert decoding_of(PRESETS["jacobi_forcing"], None) == JacobiConfig(block=32, blocks=2)
 
 
@@ -229,7 +231,7 @@ def test_a_model_of_mask_tokens_knows_its_own(tmp_path: Path) -> None:
     argv = [*QUICK, *SHORT, "objective.states=noise", "preset=self_distilled", "adapters.mask=new", "budget.steps=2"]
     assert main([*argv, f"run={tmp_path}", "evaluate.every=1", "evaluate.probe_every=1", "guard.max_repeated=1"]) == 0
     stored = stored_consistency(str(tmp_path / "export"))
-    assert stored is not None and jacobi_of(stored) == JacobiConfig(block=8, window="slide", start="mask", mask_id=256)
+    assert stored is not None and jacobi_of(stored) == JacobiConfig(4, window="quadratic", start="mask", mask_id=256)
     target = load_consistency(stored, dtype="float32")
     drafter = Jacobi(jacobi_of(stored), target.facts)
     drafter.bind(target)

@@ -22,6 +22,9 @@ SETTINGS = {
     "two blocks": {"block": 4, "blocks": 2, "spawn": 0.5},
     "three blocks": {"block": 3, "blocks": 3, "spawn": 0.0},
     "slide": {"block": 6, "window": "slide"},
+    "quadratic": {"block": 3, "window": "quadratic"},
+    "quadratic mask": {"block": 4, "window": "quadratic", "start": "mask", "mask_id": 3},
+    "quadratic last": {"block": 3, "window": "quadratic", "start": "last", "retrieve": True, "ngram": 3},
     "last": {"block": 6, "start": "last"},
     "random": {"block": 6, "start": "random"},
     "mask": {"block": 6, "start": "mask", "mask_id": 3},
@@ -75,6 +78,29 @@ def test_greedy_identity_40_prompts(plain40: Any, block: int, rows: int, shape: 
     assert ids_of(results) == answers
     total = sum((r.stats for r in results[1:]), results[0].stats)
     assert total.from_draft > (2 if shape == "chain" else 60) and total.drafted > total.from_draft, total
+
+
+@pytest.mark.parametrize("start", ["prompt", "last", "mask"])
+def test_quadratic_guesses_are_said_behind_right_tokens_alone(plain40: Any, start: Any) -> None:
+    """Against whole texts without a cache: [prompt, answer, first guesses], whatever was guessed wrong before."""
+    real, prompts, answers = plain40
+    drafter = make(real, block=3, window="quadratic", start=start, mask_id=5 if start == "mask" else None)
+    drafter.record = True
+    params = SamplingParams(max_new_tokens=32, ignore_eos=True)
+    results = generate(real, prompts[:6], params, drafter, DecodeConfig(max_rows=4))
+    assert ids_of(results) == answers[:6]
+    kept = 0
+    for prompt, answer, result, trace in zip(prompts, answers, results, drafter.traces, strict=False):
+        assert trace.passes[0] == (0, []) and result.stats.verifies == len(trace.passes)
+        for anchor, guesses in trace.passes[1:]:
+            first = [math.floor(u * len(prompt)) for u in start_uniforms(prompt_seed(prompt), anchor, 3)]
+            rode = {"prompt": [prompt[i] for i in first], "last": [answer[anchor - 1]] * 3, "mask": [5] * 3}[start]
+            line = torch.tensor([[*prompt, *answer[:anchor], *rode]])
+            states = real.forward(line, torch.arange(line.shape[1])[None])
+            said = real.head(states.last_hidden_BTD)[0, -3:, : real.facts.tokens].argmax(-1).tolist()
+            assert guesses == said
+            kept += said[0] == answer[anchor + 1] if anchor < 31 else 0
+    assert kept > 3 or start == "mask"  # which nobody taught it
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -167,11 +193,14 @@ def test_stops_budgets_and_penalties(plain40: Any) -> None:
             assert ids_of(got) == ids_of(want) and [r.stop_reason for r in got] == [r.stop_reason for r in want]
 
 
-def test_fixed_width_gives_the_bits_of_plain_decoding() -> None:
+@pytest.mark.parametrize(
+    ("settings", "rows"), [({"block": 6, "blocks": 2, "spawn": 0.8}, 1 + 7), ({"block": 3, "window": "quadratic"}, 4 + 12)]
+)
+def test_fixed_width_gives_the_bits_of_plain_decoding(settings: dict[str, Any], rows: int) -> None:
     real = tiny_target(width=32, layers=2)
-    drafter = make(real, block=6, blocks=2, spawn=0.8)
+    drafter = make(real, **settings)
     width = chain_width(drafter, CHAIN)
-    assert width == 1 + drafter.own_depth == 1 + 7
+    assert width == rows
     decode = DecodeConfig(fixed_width=width, keep_logits=True)
     prompts, params = prompts_of(3, real.facts.tokens), SamplingParams(max_new_tokens=20, ignore_eos=True)
     plain, got = (generate(real, prompts, params, some, decode) for some in (None, drafter))
@@ -266,7 +295,8 @@ def test_a_target_that_looks_at_places_alone_converges_in_one_pass(scripted: Any
         ({"blocks": 0}, "blocks=0"),
         ({"spawn": 1.5}, "spawn=1.5"),
         ({"window": "wide"}, "window='wide'"),
-        ({"window": "slide", "blocks": 2}, "sliding window has no blocks"),
+        ({"window": "slide", "blocks": 2}, "window=slide has no blocks"),
+        ({"window": "quadratic", "blocks": 2}, "window=quadratic has no blocks"),
         ({"start": "zeros"}, "start='zeros'"),
         ({"start": "mask"}, "mask_id belongs to"),
         ({"mask_id": 3}, "mask_id belongs to"),
@@ -285,7 +315,7 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], mes
 def test_drafts_are_as_deep_as_any_place_of_a_block_needs() -> None:
     facts: Any = SimpleNamespace(vocab=6, tokens=6, max_positions=99)
     for block in range(1, 8):
-        for blocks, spawn, window in ((1, 0.85, "block"), (1, 0.85, "slide"), *((3, x / 7, "block") for x in range(8))):
+        for blocks, spawn, window in ((1, 0.85, "block"), (1, 0.85, "slide"), (1, 0.85, "quadratic"), *((3, x / 7, "block") for x in range(8))):
             config = JacobiConfig(block=block, blocks=blocks, spawn=spawn, window=window)  # type: ignore[arg-type]
             assert Jacobi(config, facts).own_depth == max(map(config.rest, range(block)))
 

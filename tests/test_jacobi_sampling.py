@@ -69,6 +69,8 @@ def p_value(results: list[Result], exact: dict[tuple[int, ...], float]) -> float
 MODES = {
     "ratio": (CHAIN, {}),
     "slide": (CHAIN, {"window": "slide"}),
+    "quadratic": (CHAIN, {"window": "quadratic"}),
+    "quadratic block": (replace(CHAIN, verifier="block"), {"window": "quadratic"}),
     "two blocks": (replace(CHAIN, verifier="ratio_tree"), {"blocks": 2, "spawn": 0.3}),
     "block": (replace(CHAIN, verifier="block"), {}),
     "top tokens": (replace(CHAIN, verifier="target_only"), {}),
@@ -134,13 +136,16 @@ class World:
     tokens: list[int] = field(default_factory=list)
 
 
-def enumerate_law(p_VV: Tensor, rule: str, fresh: bool, block: int, length: int, rounds: int) -> float:
+def enumerate_law(
+    p_VV: Tensor, rule: str, fresh: bool, block: int, length: int, rounds: int, window: Any = "block"
+) -> float:
     """Largest error of the joint law of `length` tokens behind the first one, after so many rounds of the drafter with
     this rule, every uniform split where any row's tokens change; what is missing then is the target's. `fresh`: draws
     of places are new in every round."""
     v = len(p_VV)
     facts = SimpleNamespace(vocab=v, tokens=v, max_positions=2048)
-    drafter = Jacobi(JacobiConfig(block=block), facts)  # type: ignore[arg-type]
+    drafter = Jacobi(JacobiConfig(block=block, window=window), facts)  # type: ignore[arg-type]
+    drafter.bind(SimpleNamespace(head=lambda logits_BJV, _: logits_BJV))
     edges = sorted({0.0, 1.0, *(x for row in p_VV.cumsum(1).tolist() for x in row if x < 1 - 1e-12)})
     cells = [((a + b) / 2, b - a) for a, b in pairwise(edges) if b - a > 0]
     prompt = [1, 0]
@@ -151,7 +156,8 @@ def enumerate_law(p_VV: Tensor, rule: str, fresh: bool, block: int, length: int,
         split: list[World] = []
         for world in worlds:
             made, left = len(world.answer), len(world.row.guesses) + 1 - len(world.new)
-            needed = [] if number == 0 else range(made, min(made + left, world.row.end))
+            last = made + left if window == "block" else made + block
+            needed = [] if number == 0 else range(made, min(last, world.row.end) if window == "block" else last)
             places = [len(prompt) + p for p in needed if fresh or len(prompt) + p not in world.uniforms]
             for combination in product(cells, repeat=len(places)):
                 chosen = world.uniforms | {p: u for p, (u, _) in zip(places, combination, strict=True)}
@@ -170,6 +176,9 @@ def enumerate_law(p_VV: Tensor, rule: str, fresh: bool, block: int, length: int,
             m = max(len(w.tokens) for w in split)
             tokens_BM = torch.tensor([w.tokens + [0] * (m - len(w.tokens)) for w in split])
             commit.verified = Verified(tokens_BM, torch.ones_like(tokens_BM, dtype=torch.bool), p_VV[tokens_BM].log())
+            rode_BJ = torch.tensor([drafter.starts(w.row, range(len(w.answer) - 1, len(w.answer) - 1 + block)) for w in split])
+            behind = (p_VV[rode_BJ].log(), torch.ones_like(rode_BJ, dtype=torch.bool))
+            commit.extra_out = SimpleNamespace(below_accepted=lambda _, behind=behind: behind)  # type: ignore[assignment]
         asked = [world.uniforms for world in split]
         coins = SimpleNamespace(
             drawn=True,
@@ -234,6 +243,12 @@ def test_two_rounds_of_draws_give_the_targets_law(rule: str, fresh: bool, block:
     assert enumerate_law(some_law(3, 5, heat), rule, fresh, block, 4, 3) < 1e-12
 
 
+@pytest.mark.parametrize(("rule", "fresh"), [("ratio", False), ("block", True)])
+def test_two_rounds_of_quadratic_draws_give_the_targets_law(rule: str, fresh: bool) -> None:
+    assert enumerate_law(some_law(3, 5, 2.0), rule, fresh, 2, 4, 3, "quadratic") < 1e-12
+
+
 def test_fault_kept_draws_under_a_rule_by_paths_are_caught() -> None:
     """Block verification looks at tokens behind the place where it stops: their uniforms are spent."""
     assert enumerate_law(some_law(3, 5, 2.0), "block", False, 4, 4, 3) > 1e-4
+    assert enumerate_law(some_law(3, 5, 2.0), "block", False, 2, 4, 3, "quadratic") > 1e-4
