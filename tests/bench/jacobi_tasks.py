@@ -1,9 +1,10 @@
 """A tiny consistency model of its own: the tasks of data/tasks.py, learnt from scratch, then said in fewer passes.
 
-A model of a few hundred thousand parameters learns the tasks autoregressively (fresh examples in every step). A copy of
-it then learns, as a consistency model, to say the greedy answers that the first one gave to other training prompts behind
-states that it comes to itself (`labels=data`, `states=online`; models/consistency.py). Both answer prompts held out from training; Jacobi decoding of the base, which was not
-trained for it, stands beside. Tokens per forward count the passes that verify, not the prompt's.
+A model of a few hundred thousand parameters learns the tasks autoregressively (fresh examples in every step). A copy of it
+then learns, as a consistency model, to say the greedy answers that the first one gave to other training prompts, behind
+states that it comes to itself (`labels=data`, `states=online`; models/consistency.py). Both answer prompts held out from
+training; Jacobi decoding of the base, which was not trained for it, stands beside. Tokens per forward count the passes that
+verify, not the prompt's.
 
     python tests/bench/jacobi_tasks.py               # at most 30 CPU minutes
     python tests/bench/jacobi_tasks.py --quick       # a few steps: no figure means anything
@@ -55,7 +56,7 @@ Row = dict[str, Any]
 
 BLOCK = 16  # the longest answer with its end
 OBJECTIVE = ConsistencyConfig(
-    block=BLOCK, states="online", start="prompt", passes=3, labels="data", normalise="tokens", ar_weight=1.0,
+    block=BLOCK, states="online", start="prompt", passes=3, labels="data", normalise="tokens", ar_weight=3.0,
     label_smoothing=0.0,
 )  # fmt: skip
 DECODE = JacobiConfig(block=BLOCK, start="prompt", recycle=0, pool=0)
@@ -67,8 +68,8 @@ class Size:
     """Optimiser steps of both trainings, own answers per task, held-out prompts per task."""
 
     steps: int = 6000
-    taught_steps: int = 3000
-    answers: int = 3000
+    taught_steps: int = 1000
+    answers: int = 12_000
     prompts: int = 300
 
 
@@ -137,7 +138,7 @@ class Tasks:
         taught = Model(self.seed)
         taught.adapters.load({name: p.detach() for name, p in base.adapters.trained.named_parameters()})
         module = Consistency(OBJECTIVE, taught.target, taught.adapters)
-        second = self.train("taught", module, lambda step: again(answers, step), self.size.taught_steps, 1e-3)
+        second = self.train("taught", module, lambda step: again(answers, step), self.size.taught_steps, 5e-4)
         rows = {
             "base, plain": self.measure("base, plain", base, None),
             "base, Jacobi": self.measure("base, Jacobi", base, DECODE),
