@@ -292,11 +292,18 @@ class Jacobi:
         """First guesses behind the anchor and behind every guess of the chain, `block` each."""
         n, m, device = self.config.block, tree.tokens_BN.shape[1] + 1, tree.tokens_BN.device
         nodes = 1 + max(len(row.guesses) for row in state)
-        node_E, step_E = torch.arange(nodes * n, device=device).div(n, rounding_mode="floor"), torch.arange(n).repeat(nodes)
+        node_E, step_E = (
+            torch.arange(nodes * n, device=device).div(n, rounding_mode="floor"),
+            torch.arange(n).repeat(nodes),
+        )
         ids, counts = [], []
         for row, running in zip(state, live, strict=True):
             chain = [row.anchor, *row.guesses] if running else []
-            line = [x for i, token in enumerate(chain) for x in self.starts(row, range(row.made + i, row.made + i + n), token)]
+            line = [
+                x
+                for i, token in enumerate(chain)
+                for x in self.starts(row, range(row.made + i, row.made + i + n), token)
+            ]
             counts.append([len(line)])
             ids.append(line + [0] * (nodes * n - len(line)))
         b = len(state)

@@ -194,7 +194,8 @@ def test_stops_budgets_and_penalties(plain40: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "rows"), [({"block": 6, "blocks": 2, "spawn": 0.8}, 1 + 7), ({"block": 3, "window": "quadratic"}, 4 + 12)]
+    ("settings", "rows"),
+    [({"block": 6, "blocks": 2, "spawn": 0.8}, 1 + 7), ({"block": 3, "window": "quadratic"}, 4 + 12)],
 )
 def test_fixed_width_gives_the_bits_of_plain_decoding(settings: dict[str, Any], rows: int) -> None:
     real = tiny_target(width=32, layers=2)
@@ -315,7 +316,12 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], mes
 def test_drafts_are_as_deep_as_any_place_of_a_block_needs() -> None:
     facts: Any = SimpleNamespace(vocab=6, tokens=6, max_positions=99)
     for block in range(1, 8):
-        for blocks, spawn, window in ((1, 0.85, "block"), (1, 0.85, "slide"), (1, 0.85, "quadratic"), *((3, x / 7, "block") for x in range(8))):
+        for blocks, spawn, window in (
+            (1, 0.85, "block"),
+            (1, 0.85, "slide"),
+            (1, 0.85, "quadratic"),
+            *((3, x / 7, "block") for x in range(8)),
+        ):
             config = JacobiConfig(block=block, blocks=blocks, spawn=spawn, window=window)  # type: ignore[arg-type]
             assert Jacobi(config, facts).own_depth == max(map(config.rest, range(block)))
 

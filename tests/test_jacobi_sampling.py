@@ -176,7 +176,9 @@ def enumerate_law(
             m = max(len(w.tokens) for w in split)
             tokens_BM = torch.tensor([w.tokens + [0] * (m - len(w.tokens)) for w in split])
             commit.verified = Verified(tokens_BM, torch.ones_like(tokens_BM, dtype=torch.bool), p_VV[tokens_BM].log())
-            rode_BJ = torch.tensor([drafter.starts(w.row, range(len(w.answer) - 1, len(w.answer) - 1 + block)) for w in split])
+            rode_BJ = torch.tensor(
+                [drafter.starts(w.row, range(len(w.answer) - 1, len(w.answer) - 1 + block)) for w in split]
+            )
             behind = (p_VV[rode_BJ].log(), torch.ones_like(rode_BJ, dtype=torch.bool))
             commit.extra_out = SimpleNamespace(below_accepted=lambda _, behind=behind: behind)  # type: ignore[assignment]
         asked = [world.uniforms for world in split]

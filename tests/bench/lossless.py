@@ -2,8 +2,8 @@
 
 1. float64, a tiny random-weight target, 300 prompts x 64 tokens: every method x tree x batch {1, 4} against plain
    decoding in the same runtime. Random heads are mostly wrong, so a look-up of the known answers, partly made wrong,
-   rides along as one more drafter, and so do the training-free ones (Jacobi decoding with blocks of 4, 8, 16 and 32; its
-   pools are branches, so chains are without and static trees with them). Bar: not one differing token.
+   rides along as one more drafter, and so do the training-free ones (Jacobi decoding with blocks of 4, 8, 16 and 32, and
+   with a quadratic window; its pools are branches, so chains are without and static trees with them). Bar: not one differing token.
 2. The real target in bf16, chains at a fixed width, K in {2, 4}, batch {1, 4}: the same ids and the same logits, bit by
    bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads; methods without
    one are tested with fresh heads. Bars: no differing id, no differing row of logits.
@@ -52,7 +52,7 @@ SHAPES = {
     "ppd": DecodeConfig(k=4, tree="ppd", width=4, nodes=12),
 }
 DRAFTERS = [*METHODS, *TRAINING_FREE, "look-up"]
-BLOCKS = (4, 8, 16, 32)  # of Jacobi decoding: the drafters "jacobi 4", "jacobi 8" ...
+JACOBI = ("jacobi 4", "jacobi 8", "jacobi 16", "jacobi 32", "jacobi 4 quadratic")  # its block, and its window
 Answer = tuple[list[int], Tensor | None]  # ids, and the logits they were chosen from
 
 
@@ -113,7 +113,8 @@ class Kept:
 def fresh(method: str, target: Target) -> Any:
     """An untrained head, by fixed seed; or a drafter that has nothing to train."""
     if method.startswith("jacobi "):
-        return free_drafter("jacobi", target, FreeSettings(jacobi=JacobiConfig(block=int(method.split()[1]))))
+        block, window = (*method.split()[1:], "block")[:2]
+        return free_drafter("jacobi", target, FreeSettings(jacobi=JacobiConfig(block=int(block), window=window)))  # type: ignore[arg-type]
     if method in TRAINING_FREE:
         return free_drafter(method, target)
     torch.manual_seed(0)
@@ -184,7 +185,7 @@ def tokens_float64(
     prompts = random_prompts(prompts_n, target.facts.tokens)
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     table = []
-    for method in (m for d in drafters for m in ([f"jacobi {n}" for n in BLOCKS] if d == "jacobi" else [d])):
+    for method in (m for d in drafters for m in (JACOBI if d == "jacobi" else [d])):
         for tree in trees:
             shape = SHAPES[tree]
             if method.startswith("jacobi") and tree == "dynamic":
