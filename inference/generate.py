@@ -41,6 +41,7 @@ from .load import class_of, free_drafter, is_free, load_drafter, read_export_con
 from .report import visible
 from .self_draft import SelfDraft
 from .speculate import DecodeConfig, generate, refuse_rule, refuse_tree
+from .tuned import refuses_tuned, stored_shape, use_threads
 from .verify import VERIFIERS
 
 DRAFTED = "bold green"
@@ -185,6 +186,13 @@ def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> N
         drafter = free_drafter(cfg.model, target, cfg.drafter)
     elif cfg.model:
         drafter = load_drafter(cfg.model, target, revision=cfg.revision)
+    if cfg.model and export is not None and not refuses_tuned(cfg, named):
+        tuned, line = stored_shape(cfg.model, cfg.revision, export, target, sampling)
+        if tuned is not None:
+            decode = tuned.applied(decode)
+            use_threads(tuned, target)
+        if line is not None:
+            Console(highlight=False).print(visible(line), style="dim", soft_wrap=True)
     respond(cfg, target, drafter, sampling, decode, export["train_length"] if export else None)
 
 
