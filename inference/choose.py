@@ -104,9 +104,9 @@ def interpolate(table: Mapping[int, float], at: int) -> float:
     return table[points[-1]]
 
 
-def acceptance(tried: Sequence[int], ranks: Sequence[Sequence[int]], width: int) -> Chances:
-    """Chances by depth and rank from counts: `tried[d]` drafts reached depth d + 1, `ranks[d][r]` of them had the right
-    token at rank r. A depth leans on the one above as if that had been seen `PRIOR` times more.
+def acceptance(tried: Sequence[int], ranks: Sequence[Sequence[int]], depth: int, width: int) -> Chances:
+    """Chances of `depth` depths and `width` ranks from counts: `tried[d]` drafts reached depth d + 1, `ranks[d][r]` of them
+    had the right token at rank r. A depth leans on the one above as if that had been seen `PRIOR` times more.
 
     Raises:
         ValueError: nothing was tried.
@@ -117,8 +117,9 @@ def acceptance(tried: Sequence[int], ranks: Sequence[Sequence[int]], width: int)
             "(--max_new_tokens) or other prompts (--file)"
         )
     rows: list[tuple[float, ...]] = []
-    for d, n in enumerate(tried):
-        hits = [*ranks[d][:width], *[0] * (width - len(ranks[d]))]
+    for d in range(depth):
+        n, counts = (tried[d], ranks[d][:width]) if d < len(tried) else (0, [])
+        hits = [*counts, *[0] * (width - len(counts))]
         above, weight = (rows[-1], PRIOR) if rows else ((0.0,) * width, 0)
         rows.append(tuple((h + weight * a) / (n + weight) for h, a in zip(hits, above, strict=True)))
     return tuple(rows)
@@ -165,7 +166,7 @@ def candidates(
         made = plan(decode)
         kind = "chain" if TREES[decode.tree].chain and not made.extra else "tree"
         rows = 1 + made.nodes + made.extra
-        if rows <= max(costs.verify.get(kind, {0: 0.0})):
+        if rows <= max(costs.verify[kind], default=0):
             seconds = drafting(kind) + costs.passed(kind, rows)
             found.append(Candidate(decode.tree, decode, tokens, seconds, costs.batch))
 
@@ -184,17 +185,17 @@ def candidates(
                 chain_tokens(chances, k) - lost,
                 replayed(levels),
             )
-    most = max(costs.verify.get("tree", {0: 0.0})) - 1
+    most = max(costs.verify["tree"], default=1) - 1
     seen: set[Choices] = set()
     for d in range(1, depth + 1):
-        for tokens, choices in best_trees(chances, max(most, 0), d):
+        for tokens, choices in best_trees(chances, most, d):
             if choices in seen or not any(map(any, choices)):
                 continue
             seen.add(choices)
             decode = DecodeConfig(k=d, tree="static", nodes=len(choices), width=width, choices=choices)
             add(decode, 1 + tokens, drafted(max(map(len, choices)), layer_widths(choices)))
     if getattr(drafter, "prompts", None) is not None and fits("ppd", drafter):
-        for rows in sorted(costs.verify.get("tree", {})):
+        for rows in sorted(costs.verify["tree"]):
             if rows <= 1 + drafter.prompts.members:
                 continue
             decode = DecodeConfig(k=depth, tree="ppd", nodes=rows - 1, width=width, chances=chances)

@@ -94,7 +94,8 @@ class EvaluateConfig:
     """Longest answer, in tokens."""
     k: tuple[int, ...] = (2, 4)
     """Tokens drafted per pass (root excluded); every value is measured and the fastest named. Of a denoiser that drafts for
-    its base: one value (by default 2). Of jacobi its block says how many."""
+    its base: one value (by default 2). Of jacobi its block says how many. Where no shape is given, one export alone takes
+    the one that `draftsmith tune` found for this machine (greedy runs)."""
     trees: tuple[str, ...] = ("chain",)
     """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes

@@ -75,7 +75,8 @@ class GenerateConfig:
     stream: bool = True
     """Print text as it is committed."""
     k: int = DecodeConfig.k
-    """Tokens drafted per pass, at most what the drafter has; of jacobi its block says how many."""
+    """Tokens drafted per pass, at most what the drafter has; of jacobi its block says how many. Where no shape is given,
+    what `draftsmith tune` found for this machine counts, except for requests that sample with a seed."""
     tree: str = DecodeConfig.tree
     """Shape of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped or ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes

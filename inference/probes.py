@@ -31,7 +31,7 @@ from .tuned import usable_cores
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # M of the verification probe
 RANKS = 8  # candidates per depth whose acceptance is counted
 LANES = (1, 2, 4, 8)  # nodes of a level whose cost is measured
-SHARES = {"threads": 0.08, "verify": 0.2, "accept": 0.25, "trees": 0.1, "compare": 0.37}  # of `seconds`
+SHARES = {"threads": 0.08, "verify": 0.12, "accept": 0.35, "trees": 0.1, "compare": 0.35}  # of `seconds`
 LEAST = 3  # repeats of every cost, however long they take
 
 
@@ -257,13 +257,13 @@ def probe_verify(probe: Probe, taps: Sequence[int]) -> dict[str, dict[int, float
 def probe_drafts(probe: Probe, drafter: Any, verify: dict[str, dict[int, float]]) -> tuple[Costs, Chances, Recorder]:
     """Acceptance by depth and rank on chains, and what drafting, building and committing cost."""
     limits = [n for n in (drafter.max_depth, drafter.parallel if drafter.parallel > 1 else None) if n is not None]
-    depth = min(probe.depth, *limits)
+    depth = min([probe.depth, *limits])
     recorder, lanes = Recorder(drafter), Recorder(drafter, counting=False)
     chain, tree, plain = Stats(requests=0), Stats(requests=0), Stats(requests=0)
     plain_steps = 0
     for _ in probe.laps("accept", 2):
         chain += probe.run(probe.batch(), recorder, DecodeConfig(k=depth))[0]
-    chances = acceptance(recorder.tried, recorder.ranks, RANKS)
+    chances = acceptance(recorder.tried, recorder.ranks, depth, RANKS)
     levels = min(3, depth)
     for _ in probe.laps("trees", 2):
         ids = probe.batch()

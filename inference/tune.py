@@ -21,7 +21,7 @@ The result goes into the export (tuned.json, inference/tuned.py), whole or not a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,11 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models import FreeSettings
+from ..models.jacobi import Jacobi, JacobiConfig
 from ..models.target import Target, load_target
 from .choose import Candidate, Chances, Costs, best_of_kinds, candidates
 from .commit import Stats
+from .consistency_folder import jacobi_of, load_consistency, stored_consistency
 from .exporters.folder import write_file
-from .load import free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
+from .load import PLAIN_MODEL, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
 from .probes import ROWS, Probe, probe_drafts, probe_threads, probe_verify
 from .progress import progress_bar
 from .report import number, visible
@@ -55,12 +57,14 @@ class TuneConfig:
     """What to tune, and for which use."""
 
     export: str
-    """Export folder of a drafter, where the result is stored; or ngram, suffix, recycling, lookahead, jacobi or lm:MODEL,
-    whose result is printed."""
+    """Export folder of a drafter, where the result is stored. Or, with the result printed, as options to give: a folder of
+    a consistency model, a Hub id, ngram, suffix, recycling, lookahead, jacobi or lm:MODEL."""
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that the export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
-    """Settings of the training-free drafters."""
+    """Settings of the training-free drafters (of a consistency model, of jacobi)."""
+    revision: str | None = None
+    """Revision of the export on the Hub."""
     target_revision: str | None = None
     """Revision of the target on the Hub; by default the one that the export names."""
     suite: str = "mini"
@@ -174,6 +178,7 @@ class Tuning:
     best: Arm
     costs: Costs | None = None
     chances: Chances = ()
+    tested: int = 0  # drafts that the chances come from
 
     def figures(self) -> dict[str, Any]:
         """All of it as JSON has it."""
@@ -181,6 +186,7 @@ class Tuning:
             "chosen": self.best.name,
             "arms": [arm.figures(self.arms[0]) for arm in self.arms],
             "costs": None if self.costs is None else asdict(self.costs),
+            "tested": self.tested,
             "chances": [[round(c, 4) for c in row] for row in self.chances],
         }
 
@@ -206,12 +212,12 @@ def tune(probe: Probe, drafter: Any) -> Tuning:
         )
     plain = Arm("plain", None, None, Candidate("plain", DecodeConfig(), 1.0, costs.plain, costs.batch))
     drafts = [Arm(describe(c.decode), drafter, c.decode, c) for c in best_of_kinds(found, FINALIST)]
-    usual = DecodeConfig(k=min(DecodeConfig.k, len(chances)))
-    if usual not in [arm.decode for arm in drafts]:
-        known = next((c for c in found if c.decode == usual), None)
+    usual = DecodeConfig()
+    known = next((c for c in found if c.decode == replace(usual, k=min(usual.k, len(chances)))), None)
+    if known is None or known.decode not in [arm.decode for arm in drafts]:
         drafts.append(Arm(f"{describe(usual)} (default)", drafter, usual, known))
     compare(probe, [plain, *drafts])
-    return Tuning(threads, [plain, *drafts], winner(drafts), costs, chances)
+    return Tuning(threads, [plain, *drafts], winner(drafts), costs, chances, recorder.tried[0])
 
 
 def _plan(drafter: Any, decode: DecodeConfig, vocab: int, tokens: int) -> Any:
@@ -220,7 +226,10 @@ def _plan(drafter: Any, decode: DecodeConfig, vocab: int, tokens: int) -> Any:
     return plan
 
 
-def tune_proposer(probe: Probe, options: Mapping[str, tuple[Any, DecodeConfig]]) -> Tuning:
+Options = dict[str, tuple[Any, DecodeConfig]]
+
+
+def tune_proposer(probe: Probe, options: Options) -> Tuning:
     """The same of drafters that propose: name -> (drafter, shape), all measured."""
     threads = probe_threads(probe, ())
     torch.set_num_threads(threads)
@@ -230,17 +239,22 @@ def tune_proposer(probe: Probe, options: Mapping[str, tuple[Any, DecodeConfig]])
     return Tuning(threads, [plain, *drafts], winner(drafts))
 
 
-def proposals(cfg: TuneConfig, target: Target) -> dict[str, tuple[Any, DecodeConfig]]:
+def proposals(cfg: TuneConfig, target: Target) -> Options:
     """The depth settings of a training-free drafter that are tried, by the options that say them."""
-    if cfg.export == "jacobi":
-        settings = [(f"--drafter.jacobi.block {n}", n) for n in BLOCKS]
-        return {
-            name: (free_drafter("jacobi", target, replace(cfg.drafter, jacobi=replace(cfg.drafter.jacobi, block=n))),
-                   DecodeConfig())
-            for name, n in settings
-        }  # fmt: skip
+    if cfg.export == Jacobi.method:
+        return blocks(cfg.drafter.jacobi, target)
     drafter = free_drafter(cfg.export, target, cfg.drafter)
     return {flags(decode): (drafter, decode) for decode in (DecodeConfig(k=k) for k in PROPOSED)}
+
+
+def blocks(settings: JacobiConfig, target: Target) -> Options:
+    """The same of jacobi: its blocks, and the one that is set."""
+    options: Options = {}
+    for n in sorted({*BLOCKS, settings.block}):
+        drafter = Jacobi(replace(settings, block=n), target.facts)
+        drafter.bind(target)
+        options[f"--drafter.jacobi.block {n}"] = drafter, DecodeConfig()
+    return options
 
 
 @contextmanager
@@ -278,22 +292,31 @@ def run_tune(cfg: TuneConfig) -> None:
         ValueError: an export that does not fit the target, no target, a drafter that was never right to test.
     """
     free = is_free(cfg.export)
-    refuse_idle_settings(cfg.drafter, [cfg.export])
+    model = None if free else stored_consistency(cfg.export, cfg.revision)
+    refuse_idle_settings(cfg.drafter, [cfg.export if model is None else Jacobi.method])
     if cfg.drafter.suffix.shared:
         raise ValueError(
             "drafter.suffix.shared = true: every prompt is answered several times here, and the drafter would know the "
             "answers; leave it off"
         )
-    ours = None if free else read_export_config(cfg.export)["draftsmith"]
-    if ours is None and cfg.target is None:
-        raise ValueError(f"{cfg.export} drafts for any target and names none: add --target NAME")
-    target = load_target(
-        cfg.target or ours["target"]["name"],
-        dtype=cfg.dtype,
-        device=cfg.device,
-        revision=cfg.target_revision or (ours["target"].get("revision") if ours and not cfg.target else None),
-        trust_remote_code=cfg.trust_remote_code,
-    )
+    ours: dict[str, Any] = {}
+    if not free and model is None:
+        ours = read_export_config(cfg.export, cfg.revision)["draftsmith"]
+    if model is not None:
+        if cfg.target is not None:
+            raise ValueError(f"target = {cfg.target!r}: the weights of {cfg.export} stand alone; leave it out")
+        settings = jacobi_of(model, cfg.drafter.jacobi)
+        target = load_consistency(model, dtype=cfg.dtype, device=cfg.device)
+    else:
+        if cfg.target is None and not ours:
+            raise ValueError(f"{cfg.export} drafts for any target and names none: add --target NAME")
+        target = load_target(
+            cfg.target or ours["target"]["name"],
+            dtype=cfg.dtype,
+            device=cfg.device,
+            revision=cfg.target_revision or (ours["target"].get("revision") if ours and not cfg.target else None),
+            trust_remote_code=cfg.trust_remote_code,
+        )
     probe = Probe(
         target, calibration_prompts(cfg, target), cfg.batch, cfg.max_new_tokens, cfg.depth, cfg.threads, cfg.seconds
     )
@@ -301,20 +324,24 @@ def run_tune(cfg: TuneConfig) -> None:
     if not console.is_terminal:
         console = Console(width=120)  # a log has no width of its own
     with restored_threads(), progress_bar("tune", max(1.0, cfg.seconds), unit="s") as probe.tell:
-        if free and not cfg.export.startswith("lm:"):
+        if model is not None:
+            found = tune_proposer(probe, blocks(settings, target))
+        elif free and not cfg.export.startswith(PLAIN_MODEL):
             found = tune_proposer(probe, proposals(cfg, target))
         else:
-            drafter = free_drafter(cfg.export, target) if free else load_drafter(cfg.export, target)
+            drafter = (
+                free_drafter(cfg.export, target) if free else load_drafter(cfg.export, target, revision=cfg.revision)
+            )
             found = tune(probe, drafter)
     decode = found.best.decode
     assert decode is not None
-    tuned = Tuned(key_of(target, ours or {}, cfg.batch), found.threads, decode, found.figures())
+    tuned = Tuned(key_of(target, ours, cfg.batch), found.threads, decode, found.figures())
     print_tuning(tuned, found, console)
-    if ours is not None and Path(cfg.export).is_dir():
+    if ours and Path(cfg.export).is_dir():
         console.print(visible(f"stored in {store(Path(cfg.export), tuned)}; used where no --k or --tree is given"))
     else:
-        options = found.best.name if free else flags(decode)
-        console.print(visible(f"not stored ({cfg.export} is no folder here); give {options or 'the shape above'}"))
+        options = flags(decode) if ours or cfg.export.startswith(PLAIN_MODEL) else found.best.name
+        console.print(visible(f"not stored: give {options or 'the shape above, in Python'}"))
     if cfg.json is not None:
         write_file(Path(cfg.json), json.dumps(tuned.row(), indent=1, allow_nan=False) + "\n")
         console.print(visible(f"wrote {cfg.json}"))
@@ -324,9 +351,9 @@ def print_tuning(tuned: Tuned, found: Tuning, console: Console) -> None:
     """Costs, acceptance, and predicted against measured."""
     key = tuned.key
     if found.costs is not None:
-        for kind, table in found.costs.verify.items():
+        for kind, passes in found.costs.verify.items():
             shown = ", ".join(
-                f"{rows}: {number(spent / found.costs.verify['chain'][1])}" for rows, spent in table.items()
+                f"{rows}: {number(spent / found.costs.verify['chain'][1])}" for rows, spent in passes.items()
             )
             console.print(visible(f"target's pass over M rows, x one row, {kind}: {shown}"))
         console.print(
@@ -336,8 +363,9 @@ def print_tuning(tuned: Tuned, found: Tuning, console: Console) -> None:
                 + " ms"
             )
         )
+        console.print(visible(f"acceptance by depth and rank, from {found.tested} drafts:"))
         for d, row in enumerate(found.chances, 1):
-            console.print(visible(f"acceptance at depth {d}, by rank: {' '.join(number(c) for c in row)}"))
+            console.print(visible(f"  depth {d}: {' '.join(number(c) for c in row)}"))
     where = "" if key["gpu"] is None else f", {key['gpu']}"
     title = f"{key['dtype']}, batch {key['batch']}, {tuned.threads} thread(s){where}: predicted / measured"
     table = Table("decoding", "tokens/pass", "ms/step", "tok/s", "x plain", title=title)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from draftsmith.inference import generate as generating
+from draftsmith.inference import probes
 from draftsmith.inference import tune as tuning
 from draftsmith.inference.choose import (
     PRIOR,
@@ -24,6 +25,7 @@ from draftsmith.inference.choose import (
     interpolate,
     layer_widths,
 )
+from draftsmith.inference.consistency_folder import save_consistency
 from draftsmith.inference.evaluate import EvaluateConfig, plan, run_evaluate
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import folder as folders
@@ -39,6 +41,9 @@ from draftsmith.inference.tune import Arm, TuneConfig, run_tune, tune, winner
 from draftsmith.inference.tuned import FILE, Tuned, flags, key_of, read_entries, store, stored_shape
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
+from draftsmith.models.adapters import AdapterConfig, Adapters
+from draftsmith.models.jacobi import JacobiConfig
+from draftsmith.models.pretrained import tiny_target
 
 # The dynamic programme
 
@@ -169,14 +174,14 @@ def test_costs_are_interpolated_and_summed():
 
 
 def test_acceptance_leans_on_the_depth_above():
-    table = acceptance([100, 50, 0], [[60, 20], [25], []], 3)
+    table = acceptance([100, 50], [[60, 20], [25]], 3, 3)
     assert table[0] == (0.6, 0.2, 0.0)
     assert table[1] == pytest.approx([(25 + PRIOR * 0.6) / (50 + PRIOR), PRIOR * 0.2 / (50 + PRIOR), 0.0])
     assert table[2] == pytest.approx(table[1])
     assert chain_tokens(table, 2) == pytest.approx(1 + 0.6 + 0.6 * table[1][0])
     for tried in ([], [0, 0]):
         with pytest.raises(ValueError, match="no draft was tested"):
-            acceptance(tried, [[0], [0]], 2)
+            acceptance(tried, [[0], [0]], 2, 2)
 
 
 STEEP = ((0.95, 0.01, 0.01),) * 8
@@ -309,10 +314,11 @@ def test_all_probes_of_a_drafter(tiny, method, rows):
     out = tune(probe(target, rows=rows, tell=told.append), drafter.eval())
     assert out.threads == 1 and sum(told) > 0
     assert out.arms[0].decode is None and out.best in out.arms[1:]
-    assert any(arm.decode == DecodeConfig(k=3) for arm in out.arms[1:])  # the default, as deep as was tried
+    usual = [arm for arm in out.arms[1:] if arm.decode == DecodeConfig() or arm.decode == DecodeConfig(k=3)]
+    assert len(usual) == 1  # the default takes part, and is predicted as deep as was tried
     assert out.costs.batch == rows and min(out.costs.verify["tree"].values()) > 0 and out.costs.start > 0
     assert (set(out.costs.extend) == {1, 2, 4, 8}) == (method == "eagle")
-    assert 1 <= len(out.chances) <= 3 and all(0 <= sum(row) <= 1 for row in out.chances)
+    assert len(out.chances) == 3 and all(0 <= sum(row) <= 1 for row in out.chances)
     stated = json.loads(json.dumps(out.figures(), allow_nan=False))
     for arm in stated["arms"]:
         assert arm["measured"]["tokens_per_second"] > 0
@@ -485,7 +491,32 @@ def test_an_interrupted_run_leaves_what_was_there(folder, quick, monkeypatch):
 def test_proposers_choose_among_their_depths(quick, name, option, capsys):
     run_tune(replace(quick, export=name, max_new_tokens=6))
     text = capsys.readouterr().out
-    assert "not stored" in text and f"give {option}" in text
+    assert f"not stored: give {option}" in text
+
+
+def test_consistency_models_choose_their_block(tiny, tmp_path, capsys):
+    adapters = Adapters(AdapterConfig(rank=4, alpha=8, kind="lora"), tiny_target(dtype=torch.float32))
+    place = save_consistency(
+        tmp_path / "export", "consistency", {}, adapters, RunFacts(train_length=64), JacobiConfig(block=6)
+    )
+    out = str(tmp_path / "result.json")
+    run_tune(TuneConfig(str(place), seconds=0.0, max_new_tokens=6, threads=(1,), dtype="float32", json=out))
+    assert "not stored: give --drafter.jacobi.block " in capsys.readouterr().out and not (place / FILE).exists()
+    names = {arm["name"] for arm in json.loads(Path(out).read_text())["figures"]["arms"]}
+    assert {"plain", "--drafter.jacobi.block 6", "--drafter.jacobi.block 16"} <= names
+    with pytest.raises(ValueError, match="stand alone"):
+        run_tune(TuneConfig(str(place), target="tiny"))
+
+
+def test_more_threads_must_save_something(tiny, monkeypatch):
+    for two, best in ((0.97, 1), (0.8, 2)):
+        spent = {1: 1.0, 2: two}
+        monkeypatch.setattr(probes, "seconds_of", lambda target, work, spent=spent: spent[torch.get_num_threads()])
+        try:
+            assert probes.probe_threads(probe(tiny(), threads=(2, 1)), ()) == best
+        finally:
+            torch.set_num_threads(1)
+    assert probes.probe_threads(probe(tiny(), threads=(1,)), ()) == 1
 
 
 def test_bad_settings_are_refused(quick):
