@@ -31,8 +31,8 @@ from .tuned import usable_cores
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # M of the verification probe
 RANKS = 8  # candidates per depth whose acceptance is counted
 LANES = (1, 2, 4, 8)  # nodes of a level whose cost is measured
-SHARES = {"threads": 0.08, "verify": 0.12, "accept": 0.35, "trees": 0.1, "compare": 0.35}  # of `seconds`
-LEAST = 3  # repeats of every cost, however long they take
+SHARES = {"threads": 0.08, "verify": 0.15, "accept": 0.32, "trees": 0.1, "compare": 0.35}  # of `seconds`
+LEAST = 5  # repeats of every cost, however long they take
 
 
 @dataclass(frozen=True)

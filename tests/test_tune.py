@@ -34,6 +34,7 @@ from draftsmith.inference.generate import GenerateConfig, run_generate
 from draftsmith.inference.load import read_export_config
 from draftsmith.inference.marginals import likeliest_paths
 from draftsmith.inference.probes import Probe, Recorder
+from draftsmith.inference.push import stage
 from draftsmith.inference.sequoia import best_trees, expected_tokens
 from draftsmith.inference.speculate import DecodeConfig, generate, plan_of
 from draftsmith.inference.trees import check_choices
@@ -370,6 +371,7 @@ def test_the_command_stores_what_generate_and_evaluate_use(folder, quick, asked,
     assert json.loads((tmp_path / "result.json").read_text()) == json.loads((folder / FILE).read_text())["entries"][0]
     assert str(tmp_path) not in (folder / FILE).read_text() and entry.threads == 1
     assert entry.figures["chosen"] and {arm["name"] for arm in entry.figures["arms"]} >= {"plain"}
+    assert FILE not in {path.name for path in stage(folder, "jane/head", tmp_path)}  # of this machine, so it stays here
     ask(folder)
     assert asked[-1][0] == entry.applied(DecodeConfig()) and "tuned for this machine: " in capsys.readouterr().out
     for named, change in (({"k"}, {}), ((), {"k": 2}), ((), {"tree": "static"}), ((), {"verifier": "sample_match"})):
