@@ -34,6 +34,9 @@ COMMANDS = {
     "evaluate": Command(
         "measure acceptance and speed, report as JSON and HTML", "inference.evaluate", "run_evaluate", takes_named=True
     ),
+    "tune": Command(
+        "find the fastest draft for this machine, kept in the export", "inference.tune", "run_tune", ("export",)
+    ),
     "rollout": Command("let a target answer prompts, for training data", "inference.rollout", "run_rollout"),
     "capture": Command("store a target's states as shards", "inference.capture", "run_capture"),
     "masks": Command("show which tokens of the data are trained on", "inference.masks", "run_masks"),

@@ -58,6 +58,7 @@ from .report import html, pieces, print_report, visible
 from .speculate import DecodeConfig, Result, chain_width, generate, refuse_rule
 from .suites import SUITES, Prompt, load_suite
 from .trees import TREES, fits
+from .tuned import cpu_name, refuses_tuned, stored_shape, use_threads
 from .verify import VERIFIERS, refuse_misfit
 
 SHOWN_DIVERGENCES = 5  # of padded chains, which are compared at equal width; of others all are measured
@@ -93,7 +94,8 @@ class EvaluateConfig:
     """Longest answer, in tokens."""
     k: tuple[int, ...] = (2, 4)
     """Tokens drafted per pass (root excluded); every value is measured and the fastest named. Of a denoiser that drafts for
-    its base: one value (by default 2). Of jacobi its block says how many."""
+    its base: one value (by default 2). Of jacobi its block says how many. Where no shape is given, one export alone takes
+    the one that `draftsmith tune` found for this machine (greedy runs)."""
     trees: tuple[str, ...] = ("chain",)
     """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
@@ -209,8 +211,9 @@ class Arm:
     drafter: str | None = None  # name in `drafters`
 
 
-def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) -> Row:
-    """Load target and drafters, measure, and return the report (`measure`).
+def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None, tuned: bool = False) -> Row:
+    """Load target and drafters, measure, and return the report (`measure`). `tuned`: where the export was tuned for this
+    machine (inference/tuned.py), that shape takes the place of `k` and `trees`.
 
     Raises:
         ValueError: an export that does not fit the target, an unknown suite, a lossy rule without `allow_lossy`.
@@ -245,8 +248,20 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None) ->
         drafter = load_drafter(name, target, revision=revision)
         label = drafter.method if drafter.method not in drafters else f"{drafter.method} {label_of(name)}"
         drafters[label], estimated[label], labels[label] = drafter, config.get("estimated"), label_of(name)
-    report = measure(target, drafters, prompts, cfg, estimated, console)
+    shape = None
+    if tuned and configs[0]:
+        sampling = SamplingParams(temperature=max(cfg.temperatures), seed=cfg.seed)
+        entry, line = stored_shape(model, cfg.revision, configs[0], target, sampling)
+        if entry is not None:
+            shape = entry.applied(cfg.decode("chain", 1))
+            use_threads(entry, target)
+        if line is not None and console is not None:
+            console.print(visible(line))
+    report = measure(target, drafters, prompts, cfg, estimated, console, shape)
     report["run"]["exports"] = labels
+    if shape is not None:
+        report["run"] |= {name: getattr(shape, name) for name in ("nodes", "width", "threshold")}
+        report["run"] |= {"k": [shape.k], "trees": [shape.tree], "tuned": True}
     return report
 
 
@@ -271,7 +286,7 @@ def run_evaluate(cfg: EvaluateConfig, named: Collection[str] = frozenset()) -> i
         return run_denoiser(cfg, stored, console)
     if (cfg.strategies, cfg.thresholds) != (EvaluateConfig.strategies, EvaluateConfig.thresholds):
         raise ValueError("strategies, thresholds: are for denoisers, and --model names none; leave them out")
-    report = evaluate(cfg.model, cfg, console)
+    report = evaluate(cfg.model, cfg, console, tuned=not cfg.also and not refuses_tuned(cfg, named))
     written = write_report(report, cfg)
     print_report(report, console)
     console.print(visible(f"wrote {written[0]} and {written[1]}"))
@@ -300,27 +315,31 @@ def measure(
     cfg: EvaluateConfig,
     estimated: dict[str, Row | None] | None = None,
     console: Console | None = None,
+    shape: DecodeConfig | None = None,
 ) -> Row:
     """Run all arms on all prompts, interleaved, and reduce them to a report.
 
     Args:
         drafters: name -> drafter that belongs to `target`.
         estimated: name -> what training estimated: {"k", "tau", "alpha"}, alpha conditional by depth.
+        shape: how all of them draft, in the place of `k` and `trees`.
 
     Returns:
         {"machine", "run", "rows", "best", "limits", "gains", "alarms", "causes", "flags", "examples", "definitions"}.
     """
     if target.tokenizer.chat_template is None:
         raise ValueError(f"target {target.facts.name!r} has no chat template, and suites are conversations: set one")
-    arms = plan(cfg, drafters)
+    arms = plan(cfg, drafters, shape)
     samples, questions = _collect(target, drafters, prompts, cfg, arms, console or Console(stderr=True))
     return _reduce(target, drafters, prompts, cfg, arms, samples, questions, estimated or {})
 
 
-def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
-    """The arms of a run: per temperature plain, transformers, each draft setting; for greedy chains each width. Drafts
-    of training-free drafters have no fixed length: padding them would take from them the steps that cost nothing."""
+def plan(cfg: EvaluateConfig, drafters: dict[str, Any], shape: DecodeConfig | None = None) -> list[Arm]:
+    """The arms of a run: per temperature plain, transformers, each draft setting (or `shape` alone); for greedy chains
+    each width. Drafts of training-free drafters have no fixed length: padding them would take from them the steps that
+    cost nothing."""
     arms = []
+    wishes = [cfg.decode(tree, k) for tree in cfg.trees for k in cfg.k] if shape is None else [shape]
     for temperature in cfg.temperatures:
         at = "" if temperature == 0 else f" T={temperature:g}"
         plain = DecodeConfig()
@@ -328,11 +347,10 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
         if cfg.hf_prompts != 0:
             arms.append(Arm(f"transformers{at}", "hf", temperature, plain))
         drafts = [
-            Arm(f"{name} {tree} K={k}{at}", "draft", temperature, _decode(cfg, tree, k, drafter), name)
+            Arm(f"{name} {wish.tree} K={wish.k}{at}", "draft", temperature, _padded(wish, drafter), name)
             for name, drafter in drafters.items()
-            for tree in cfg.trees
-            for k in _depths(cfg, drafter)
-            if _reaches(drafter, k) and fits(tree, drafter)
+            for wish in _own(wishes, drafter)
+            if _reaches(drafter, wish.k) and fits(wish.tree, drafter)
         ]
         if not drafts and any(_reaches(drafter, k) for drafter in drafters.values() for k in cfg.k):
             raise ValueError(f"trees = {list(cfg.trees)}: no drafter gives what they need; add chain, with --trees")
@@ -348,17 +366,16 @@ def plan(cfg: EvaluateConfig, drafters: dict[str, Any]) -> list[Arm]:
     return arms
 
 
-def _decode(cfg: EvaluateConfig, tree: str, k: int, drafter: Any) -> DecodeConfig:
-    decode = cfg.decode(tree, k)
-    if not TREES[tree].chain or hasattr(drafter, "propose"):
+def _padded(decode: DecodeConfig, drafter: Any) -> DecodeConfig:
+    if not TREES[decode.tree].chain or hasattr(drafter, "propose"):
         return decode  # proposals have no fixed length: padded, their steps without a candidate would not be plain ones
     return replace(decode, fixed_width=chain_width(drafter, decode))
 
 
-def _depths(cfg: EvaluateConfig, drafter: Any) -> tuple[int, ...]:
-    """`k`, or the depth that a drafter's own settings say (jacobi: the block)."""
+def _own(wishes: Sequence[DecodeConfig], drafter: Any) -> list[DecodeConfig]:
+    """The shapes, as deep as a drafter's own settings say where they do (jacobi: the block)."""
     own = getattr(drafter, "own_depth", None)
-    return cfg.k if own is None else (own,)
+    return list(wishes) if own is None else list(dict.fromkeys(replace(wish, k=own) for wish in wishes))
 
 
 def _reaches(drafter: Any, k: int) -> bool:
@@ -379,7 +396,7 @@ def _collect(
     Returns the samples, and the prompt ids of each (prompt, turn).
     """
     questions = {}
-    partial = _Partial(_partial_path(cfg), _fingerprint(target, drafters, prompts, cfg))
+    partial = _Partial(_partial_path(cfg), _fingerprint(target, drafters, prompts, cfg, arms))
     score = SUITES[cfg.suite].score
     warm = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Say hello."}], add_generation_prompt=True, return_dict=False
@@ -734,7 +751,7 @@ def machine(target: Target) -> Row:
 
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": gpu,
@@ -746,14 +763,6 @@ def machine(target: Target) -> Row:
         "git": _git_state(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _git_state() -> str | None:
@@ -813,10 +822,16 @@ def _partial_path(cfg: EvaluateConfig) -> Path:
     return json_path(cfg).with_suffix(".partial.jsonl")
 
 
-def _fingerprint(target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], cfg: EvaluateConfig) -> str:
+def _fingerprint(
+    target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], cfg: EvaluateConfig, arms: Sequence[Arm]
+) -> str:
     """Changes with anything that a sample depends on: settings, target, weights of the drafters, prompts, code."""
     settings = asdict(replace(cfg, out="", json=None, html=None, bootstrap=1))
-    digest = sha256(json.dumps([settings, target.facts.fingerprint, __version__, torch.__version__]).encode())
+    digest = sha256(
+        json.dumps(
+            [settings, [asdict(arm) for arm in arms], target.facts.fingerprint, __version__, torch.__version__]
+        ).encode()
+    )
     digest.update(json.dumps([asdict(prompt) for prompt in prompts]).encode())
     for name, drafter in drafters.items():
         weights = {} if hasattr(drafter, "propose") else drafter.state_dict()

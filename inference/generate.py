@@ -41,6 +41,7 @@ from .load import class_of, free_drafter, is_free, load_drafter, read_export_con
 from .report import visible
 from .self_draft import SelfDraft
 from .speculate import DecodeConfig, generate, refuse_rule, refuse_tree
+from .tuned import refuses_tuned, stored_shape, use_threads
 from .verify import VERIFIERS
 
 DRAFTED = "bold green"
@@ -74,7 +75,8 @@ class GenerateConfig:
     stream: bool = True
     """Print text as it is committed."""
     k: int = DecodeConfig.k
-    """Tokens drafted per pass, at most what the drafter has; of jacobi its block says how many."""
+    """Tokens drafted per pass, at most what the drafter has; of jacobi its block says how many. Where no shape is given,
+    what `draftsmith tune` found for this machine counts, except for requests that sample with a seed."""
     tree: str = DecodeConfig.tree
     """Shape of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped or ppd (inference/README.md)."""
     nodes: int = DecodeConfig.nodes
@@ -185,6 +187,13 @@ def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> N
         drafter = free_drafter(cfg.model, target, cfg.drafter)
     elif cfg.model:
         drafter = load_drafter(cfg.model, target, revision=cfg.revision)
+    if cfg.model and export is not None and not refuses_tuned(cfg, named):
+        tuned, line = stored_shape(cfg.model, cfg.revision, export, target, sampling)
+        if tuned is not None:
+            decode = tuned.applied(decode)
+            use_threads(tuned, target)
+        if line is not None:
+            Console(highlight=False).print(visible(line), style="dim", soft_wrap=True)
     respond(cfg, target, drafter, sampling, decode, export["train_length"] if export else None)
 
 

@@ -331,7 +331,7 @@ def _ids(d2t_W: Tensor | None, draft_ids: Tensor) -> Tensor:
     return draft_ids if d2t_W is None else d2t_W[draft_ids]
 
 
-def _asks(drafter: Any) -> bool:
+def asks_by_level(drafter: Any) -> bool:
     """Whether deeper levels come from `extend`: one at a time, or because a slot head corrects them for the tokens that
     were taken (`sequential`). Otherwise `start` gave them all."""
     return drafter.parallel == 1 or getattr(drafter, "sequential", False)
@@ -354,7 +354,7 @@ def _line(
     """K positions, each below the first candidate of the one before; `cut`: the chain ends where the drafter's
     confidence (its own estimate, or the probability of its best token) is lower. Both are known before a token is
     drawn, so that the tokens of a chain of any length have the distribution q."""
-    b, device, d2t_W, asks = level.logits_BNW.shape[0], level.logits_BNW.device, drafter.d2t_W, _asks(drafter)
+    b, device, d2t_W, asks = level.logits_BNW.shape[0], level.logits_BNW.device, drafter.d2t_W, asks_by_level(drafter)
     k = plan.depth
     steps_K = torch.arange(k, device=device)
     coins_BK = draft.uniforms(steps_K + 1) if drawn else None
@@ -446,7 +446,7 @@ def build_cape(drafter: Any, state: Any, level: Level, draft: Draft, plan: Plan)
 
 def build_static(drafter: Any, state: Any, level: Level, draft: Draft, plan: Plan) -> tuple[Any, Tree]:
     """The template's nodes, layer by layer."""
-    b, device, d2t_W, asks = level.logits_BNW.shape[0], level.logits_BNW.device, drafter.d2t_W, _asks(drafter)
+    b, device, d2t_W, asks = level.logits_BNW.shape[0], level.logits_BNW.device, drafter.d2t_W, asks_by_level(drafter)
     w = level.logits_BNW.shape[2]
     coins_BN = draft.uniforms(torch.arange(1, plan.nodes + 1, device=device)) if draft.sampled else None
     tokens: list[Tensor] = []
@@ -504,7 +504,7 @@ def _layered(
 ) -> tuple[Any, Tree]:
     """Grow the `beam` best nodes of each layer by `width` children each, then keep the best of all. `stop`: a row grows
     no deeper once a layer raised the mass of its best `nodes` nodes by no more than this."""
-    b, device, d2t_W, asks = level.logits_BNW.shape[0], level.logits_BNW.device, drafter.d2t_W, _asks(drafter)
+    b, device, d2t_W, asks = level.logits_BNW.shape[0], level.logits_BNW.device, drafter.d2t_W, asks_by_level(drafter)
     rows_B1 = torch.arange(b, device=device)[:, None]
     w = plan.width
     mass_B = torch.zeros(b, device=device)
@@ -584,7 +584,7 @@ def build_dynamic(drafter: Any, state: Any, level: Level, draft: Draft, plan: Pl
 
 def build_opt(drafter: Any, state: Any, level: Level, draft: Draft, plan: Plan) -> tuple[Any, Tree]:
     """OPT-Tree: the best `nodes` nodes. Levels that are there already cost nothing: no early end for these."""
-    return _layered(drafter, state, level, draft, plan, plan.nodes, plan.threshold if _asks(drafter) else None)
+    return _layered(drafter, state, level, draft, plan, plan.nodes, plan.threshold if asks_by_level(drafter) else None)
 
 
 def _candidates(drafter: Any, level: Level, draft: Draft, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
