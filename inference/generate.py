@@ -155,10 +155,31 @@ def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> N
     if stored is not None:
         run_denoiser(cfg, stored)
         return
-    if model is not None:
-        run_consistency(cfg, model, named)
-        return
-    sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
+    sampling = sampling_of(cfg)
+    respond(cfg, assemble(cfg, model, named, [sampling]), sampling)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What decodes: `trained` = the longest texts of the drafter's training, where known; `about`: lines that say what it
+    is."""
+
+    target: Target
+    drafter: Any
+    decode: DecodeConfig
+    trained: int | None
+    about: tuple[str, ...] = ()
+
+
+def assemble(
+    cfg: GenerateConfig, consistent: Stored | None, named: Collection[str], params: Sequence[SamplingParams]
+) -> Assembled:
+    """Load target and drafter as the settings say; what cannot be meant is refused before weights load. `params`: of the
+    requests, as far as they are known."""
+    decode = decode_of(cfg)
+    if consistent is not None:
+        return assemble_consistency(cfg, consistent, decode, named, params)
+    free = is_free(cfg.model)
     if cfg.model == Jacobi.method:
         refuse_idle_branches(cfg.drafter.jacobi, named, [decode])
     export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model and not free else None
@@ -172,7 +193,8 @@ def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> N
     kind = class_of(cfg.model, export) if cfg.model else None
     if kind is not None:
         refuse_tree(kind, decode)
-    refuse_rule(kind, decode, [sampling])
+    if params:
+        refuse_rule(kind, decode, params)
     target = load_target(
         name,
         dtype=cfg.dtype,
@@ -185,19 +207,12 @@ def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> N
         drafter = free_drafter(cfg.model, target, cfg.drafter)
     elif cfg.model:
         drafter = load_drafter(cfg.model, target, revision=cfg.revision)
-    respond(cfg, target, drafter, sampling, decode, export["train_length"] if export else None)
+    return Assembled(target, drafter, decode, export["train_length"] if export else None)
 
 
-def respond(
-    cfg: GenerateConfig,
-    target: Target,
-    drafter: Any,
-    sampling: SamplingParams,
-    decode: DecodeConfig,
-    trained: int | None,
-    *about: str,
-) -> None:
-    """Answer, and print the answer, `about` and the statistics. `trained`: the longest texts of the drafter's training."""
+def respond(cfg: GenerateConfig, made: Assembled, sampling: SamplingParams) -> None:
+    """Answer, and print the answer, what decoded and the statistics."""
+    target, drafter, decode, trained, about = made.target, made.drafter, made.decode, made.trained, made.about
     console = Console(highlight=False)
     ids = prompt_ids(target, cfg)
     if trained and len(ids) > trained:
@@ -213,8 +228,14 @@ def respond(
         console.print(visible(line), style="dim", soft_wrap=True)
 
 
-def run_consistency(cfg: GenerateConfig, stored: Stored, named: Collection[str]) -> None:
-    """`run_generate` of a consistency model: the model itself, decoded by jacobi as its folder says."""
+def assemble_consistency(
+    cfg: GenerateConfig,
+    stored: Stored,
+    decode: DecodeConfig,
+    named: Collection[str],
+    params: Sequence[SamplingParams],
+) -> Assembled:
+    """`assemble` of a consistency model: the model itself, decoded by jacobi as its folder says."""
     for name in ("target", "target_revision", "trust_remote_code"):
         if value := getattr(cfg, name):
             raise ValueError(
@@ -222,15 +243,15 @@ def run_consistency(cfg: GenerateConfig, stored: Stored, named: Collection[str])
                 "plainly)"
             )
     settings = jacobi_of(stored, cfg.drafter.jacobi, named)
-    sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
     refuse_idle_branches(cfg.drafter.jacobi, named, [decode])
     refuse_tree(Jacobi, decode)
-    refuse_rule(Jacobi, decode, [sampling])
+    if params:
+        refuse_rule(Jacobi, decode, params)
     target = load_consistency(stored, dtype=cfg.dtype, device=cfg.device)
     drafter = Jacobi(settings, target.facts)
     drafter.bind(target)
     line = f"decoded by jacobi: {settings_line(settings, branches(decode))}"
-    respond(cfg, target, drafter, sampling, decode, stored.ours["train_length"], line)
+    return Assembled(target, drafter, decode, stored.ours["train_length"], (line,))
 
 
 def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:
