@@ -3,7 +3,8 @@ tests/test_generate.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,3 +176,16 @@ def rows_written(drafter: Any) -> int:
     """Rows of the passes of its own that a drafter which reads the target's cache writes behind the text, to be
     overwritten; 0 for all others."""
     return drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
+
+
+@contextmanager
+def training_off(drafter: Any) -> Iterator[None]:
+    """The drafter in evaluation mode, afterwards as it was."""
+    was_training = drafter is not None and getattr(drafter, "training", False)
+    if was_training:
+        drafter.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            drafter.train()

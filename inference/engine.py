@@ -21,8 +21,7 @@ Tests: tests/test_engine.py, tests/test_speculate.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,19 +40,6 @@ from .rows import closed_up, join, take_rows
 from .trees import TREES, Draft, with_prompts
 
 PREFILL_TOKENS = 2048  # of newcomers that are read together, padding included; one prompt may be longer
-
-
-@contextmanager
-def training_off(drafter: Any) -> Iterator[None]:
-    """The drafter in evaluation mode, afterwards as it was."""
-    was_training = drafter is not None and getattr(drafter, "training", False)
-    if was_training:
-        drafter.eval()
-    try:
-        yield
-    finally:
-        if was_training:
-            drafter.train()
 
 
 def refuse_open(drafter: Any) -> None:
@@ -174,6 +160,13 @@ class Engine:
             self.waiting.remove(request)
         if request.stop_reason is None:
             request.stop_reason = "cancelled"
+
+    def clear(self) -> None:
+        """Forget all requests and what is known of them, after a step that failed."""
+        self.waiting, self.requests = [], []
+        self.commit = self.state = None
+        self.cache.arrange([], self.rows)
+        self.cache.reset()
 
     @property
     def running(self) -> int:

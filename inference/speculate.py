@@ -17,8 +17,8 @@ import torch
 
 from ..losses.probs import SamplingParams
 from .commit import Event, Request, Result
-from .decode import DecodeConfig, chain_width, depth_of, plan_of, refuse_rule, refuse_tree, rows_written
-from .engine import Engine, training_off
+from .decode import DecodeConfig, chain_width, depth_of, plan_of, refuse_rule, refuse_tree, rows_written, training_off
+from .engine import Engine
 
 __all__ = [
     "DecodeConfig",

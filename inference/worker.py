@@ -20,8 +20,8 @@ from typing import Any
 from ..losses.probs import SamplingParams
 from .api import ApiError
 from .commit import Event, Request, Stats
-from .decode import DecodeConfig
-from .engine import Engine, training_off
+from .decode import DecodeConfig, training_off
+from .engine import Engine
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Worker:
 
     def __init__(self, target: Any, drafter: Any, decode: DecodeConfig, limits: Limits) -> None:
         self.target, self.drafter, self.decode, self.limits = target, drafter, decode, limits
-        self.engine = self._engine()
+        self.engine = Engine(target, drafter, decode, limits.total, limits.prompt)
         self.held = 0  # requests that were let in and are not done
         self.stopping = False
         self.counts = Counts()
@@ -79,10 +79,6 @@ class Worker:
         self._inbox: queue.SimpleQueue[tuple[str, Sequence[Request]]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="draftsmith-model", daemon=True)
-
-    def _engine(self) -> Engine:
-        limits = self.limits
-        return Engine(self.target, self.drafter, self.decode, limits.total, limits.prompt)
 
     # On the event loop
 
@@ -175,7 +171,7 @@ class Worker:
                     traceback.print_exc(file=sys.stderr)
                     fault = ApiError(500, "the model failed on this batch of requests", code="model_failed")
                     self._loop.call_soon_threadsafe(self.cancel_all, fault)
-                    self.engine = self._engine()
+                    self.engine.clear()
                     continue
                 if events:
                     self._loop.call_soon_threadsafe(self._deliver, events)

@@ -288,10 +288,13 @@ def test_bodies_that_are_no_request(client: httpx.Client, live: Any, monkeypatch
     assert client.get("/docs").json()["error"]["message"]
     assert client.get("/health", headers={"Host": "evil.example:80"}).status_code == 403
     monkeypatch.setattr(http, "HEADER_SECONDS", 0.2)
-    for half in (b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"):
+    for parts in ((b"POST /v1/comp",), (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /he")):
         with socket.create_connection(live[1].address) as link:
             link.settimeout(10)
-            link.sendall(half)
+            link.sendall(parts[0])
+            if len(parts) > 1:
+                assert link.recv(4096).startswith(b"HTTP/1.1 200")
+                link.sendall(parts[1])
             while link.recv(4096):
                 pass  # until the server hangs up
     with socket.create_connection(live[1].address) as link:
@@ -323,7 +326,8 @@ def test_clients_who_leave_free_their_rows_and_too_many_are_refused(made: Assemb
     with running(made, slow=0.05, queue=2) as (client, server):
         worker = server.service.worker
         with client.stream("POST", "/v1/completions", json=forever | {"stream": True, "n": 3}) as reply:
-            next(reply.iter_lines())
+            lines = reply.iter_lines()
+            next(lines)
             until(lambda: worker.engine.running == 3)
             assert client.get("/health").status_code == 200  # the event loop is free
             with pytest.raises(httpx.ReadTimeout):
@@ -346,11 +350,14 @@ def test_a_request_has_its_time(made: Assembled) -> None:
 
 def test_a_failing_step_fails_its_requests_alone(made: Assembled, capsys: pytest.CaptureFixture[str]) -> None:
     with running(made) as (client, server):
+        step, faults = server.service.worker.engine._decode, [RuntimeError("a fault of the model")]
 
         def broken() -> Any:
-            raise RuntimeError("a fault of the model")
+            if faults:
+                raise faults.pop()
+            return step()
 
-        server.service.worker.engine.step = broken
+        server.service.worker.engine._decode = broken
         reply = client.post("/v1/completions", json=OK)
         assert reply.status_code == 500 and "fault of the model" not in reply.text
         assert complete(client, "x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
