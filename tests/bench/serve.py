@@ -103,15 +103,16 @@ class Load:
         self.tokens += reply["usage"]["completion_tokens"]
 
     async def stream(self, client: httpx.AsyncClient, i: int, body: dict[str, Any]) -> None:
-        begun, text = time.perf_counter(), ""
+        begun, text, silent = time.perf_counter(), "", True
         body = body | {"stream_options": {"include_usage": True}}
         async with client.stream("POST", "/v1/completions", json=body) as reply:
             reply.raise_for_status()
             async for line in reply.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
-                if not text:
+                if silent:
                     self.first.append(time.perf_counter() - begun)
+                silent = False
                 chunk = json.loads(line[6:])
                 if chunk.get("usage"):
                     self.tokens += chunk["usage"]["completion_tokens"]
