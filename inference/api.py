@@ -163,6 +163,7 @@ def _message(i: int, message: Any) -> dict[str, str]:
             parts.append(part["text"])
         content = "".join(parts)
     _text(f"{where}.content", content)
+    assert isinstance(content, str)
     return {"role": "system" if role == "developer" else role, "content": content}
 
 

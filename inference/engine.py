@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from ..kernels import rng
-from ..losses.probs import ParamRows, draw, probs, top
+from ..losses.probs import ParamRows, SamplingParams, draw, probs, top
 from ..models.drafter import Budget, Commit, ExtraOut, Prefill, Verified
 from ..models.tree import Tree
 from . import verify
 from .commit import Event, Request
-from .decode import DecodeConfig, depth_of, plan_of, rows_written
+from .decode import DecodeConfig, depth_of, plan_of, refuse_rule, rows_written
 from .ledger import Ledger
 from .rows import closed_up, join, take_rows
 from .trees import TREES, Draft, with_prompts
@@ -147,6 +147,13 @@ class Engine:
                 f"fixed_width={width} is less than the {rows} rows of a verification with k={nodes}: "
                 f"use fixed_width={rows} (here and in plain decoding){less}"
             )
+
+    def refuse(self, params: SamplingParams) -> None:
+        """ValueError, which names the field, for a request that the acceptance rule does not fit."""
+        try:
+            refuse_rule(self.drafter, self.decode, [params])
+        except ValueError as error:
+            raise ValueError(f"temperature: {error}") from None
 
     def add(self, request: Request) -> None:
         """Let a request wait for a row. Raises ValueError for one that no row can hold."""

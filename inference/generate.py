@@ -23,7 +23,7 @@ from rich.style import Style
 
 from ..losses.probs import SamplingParams
 from ..models import FreeSettings
-from ..models.denoiser import Denoiser
+from ..models.denoiser import Denoiser, TargetDenoiser
 from ..models.jacobi import Jacobi
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
@@ -270,9 +270,11 @@ def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:
         raise ValueError(f"{', '.join(found)}: {needed}; leave it out")
 
 
-def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
-    """`run_generate` of a denoiser: by diffusion, or as drafter of the model that it was converted from."""
-    sampling, console = sampling_of(cfg), Console(highlight=False)
+def assemble_denoiser(
+    cfg: GenerateConfig, stored: Stored, params: Sequence[SamplingParams]
+) -> tuple[TargetDenoiser, DiffuseConfig | None]:
+    """Load a denoiser, and how it is decoded: None = it drafts for the model that it was converted from. What cannot be
+    meant is refused before weights load; `params` as of `assemble`."""
     how = None if cfg.self_draft else decode_of_denoiser(stored, cfg.strategy, cfg.threshold, cfg.steps, cfg.sub_block)
     if how is None and not stored.keeps_base:
         raise ValueError(
@@ -282,9 +284,10 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
     for name in ("target", "target_revision", "trust_remote_code"):
         if stored.kind != "adapters" and (value := getattr(cfg, name)):
             raise ValueError(f"{name} = {value!r}: the weights of {cfg.model} stand alone; leave it out")
-    if how is None:  # refused before weights load
+    if how is None:
         refuse_tree(SelfDraft, decode_of(cfg))
-        refuse_rule(SelfDraft, decode_of(cfg), [sampling])
+        if params:
+            refuse_rule(SelfDraft, decode_of(cfg), params)
     base = None
     if stored.kind == "adapters":
         base = load_base(
@@ -296,6 +299,13 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
             trust_remote_code=cfg.trust_remote_code,
         )
     denoiser = load_denoiser(stored, base, dtype=cfg.dtype, device=cfg.device)
+    return denoiser, None if how is None else complete(stored, how, denoiser)
+
+
+def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
+    """`run_generate` of a denoiser: by diffusion, or as drafter of the model that it was converted from."""
+    sampling, console = sampling_of(cfg), Console(highlight=False)
+    denoiser, how = assemble_denoiser(cfg, stored, [sampling])
     ids = prompt_ids(denoiser.target, cfg)
     start = time.perf_counter()
     if how is None:
@@ -308,7 +318,6 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
         ]
     else:
         painter, events = Painter(denoiser.tokenizer, console, False), list[Event]()
-        how = complete(stored, how, denoiser)
         (result,) = diffuse(denoiser, [ids], sampling, how, on_event=painter.paint if cfg.stream else events.append)
         for event in events:
             painter.paint(event)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -26,10 +26,13 @@ from ..models.jacobi import Jacobi
 from .consistency_folder import stored_consistency
 from .decode import DecodeConfig
 from .denoisers import stored_denoiser
-from .generate import Assembled, GenerateConfig, assemble
+from .engine import Engine
+from .generate import Assembled, GenerateConfig, assemble, assemble_denoiser, decode_of, refuse_idle_flags
 from .load import is_free, refuse_idle_settings
 from .report import visible
+from .self_draft import SelfDraft
 from .server import OWN_NAMES, Server, Service, Settings
+from .turns import Turns
 from .worker import Limits, Worker
 
 
@@ -38,8 +41,8 @@ class ServeConfig:
     """What to serve, where, and how much of it."""
 
     model: str | None = None
-    """Export folder or Hub id of a drafter or of a consistency model; or, for any target and without training, ngram,
-    suffix, recycling, lookahead, jacobi or lm:MODEL; without it the target decodes on its own."""
+    """Export folder or Hub id of a drafter, of a consistency model or of a denoiser; or, for any target and without
+    training, ngram, suffix, recycling, lookahead, jacobi or lm:MODEL; without it the target decodes on its own."""
     target: str | None = None
     """Hub id, folder, GGUF file or built-in name of the target; by default the one that an export names."""
     drafter: FreeSettings = field(default_factory=FreeSettings)
@@ -83,7 +86,16 @@ class ServeConfig:
     width: int = DecodeConfig.width
     """Most candidates per node of a tree."""
     threshold: float | None = DecodeConfig.threshold
-    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default."""
+    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default.
+    Of denoisers: the strategy's threshold; null = the folder's or the strategy's own."""
+    strategy: str | None = None
+    """Of denoisers, how places are decided (inference/README.md); null = what the folder recommends, else threshold."""
+    steps: int | None = None
+    """Of denoisers, passes per block (strategies `fixed`, `margin` and others that count them); alone it means `fixed`."""
+    sub_block: int | None = None
+    """Of denoisers, places of a block that are decided before its next ones; null = all."""
+    self_draft: bool = False
+    """The denoiser drafts `k` tokens at a time for the model that it was converted from, which verifies: exact."""
     prompt_rows: int | None = DecodeConfig.prompt_rows
     """Most rows of prompt tokens in a verification (drafters that have them); null = as many as the nodes can have."""
     verifier: str = DecodeConfig.verifier
@@ -120,13 +132,12 @@ def run_serve(cfg: ServeConfig, named: Collection[str] = frozenset()) -> None:
         ValueError: settings that cannot be meant, a model that cannot be served, an open address without a key.
     """
     key = key_of(cfg)  # refused before weights load
-    made = load_served(cfg, named)
-    service = service_of(cfg, made, key)
+    served = load_served(cfg, named)
+    service = service_of(cfg, served, key)
     console = Console(highlight=False)
-    how = "plain decoding" if made.drafter is None else f"drafted by {made.drafter.method}"
 
     def ready(address: str) -> None:
-        for line in (f"{service.settings.model} ({how}) at {address}/v1", *made.about):
+        for line in (f"{service.settings.model} ({served.how}) at {address}/v1", *served.about):
             console.print(visible(line), soft_wrap=True)
 
     Server(service, cfg.host, cfg.port, cfg.connections, ready).run()
@@ -157,43 +168,69 @@ def is_own(host: str) -> bool:
         return False
 
 
-def load_served(cfg: ServeConfig, named: Collection[str]) -> Assembled:
-    """Target and drafter, by the rules of `draftsmith generate`."""
-    consistent = None
-    if cfg.model and not is_free(cfg.model):
-        if stored_denoiser(cfg.model, cfg.revision) is not None:
-            raise ValueError(
-                f"{cfg.model} is a denoiser, and serve decodes word by word: `draftsmith generate --model {cfg.model}` runs it"
-            )
-        consistent = stored_consistency(cfg.model, cfg.revision)
-    refuse_idle_settings(cfg.drafter, [cfg.model if consistent is None else Jacobi.method])
+@dataclass(frozen=True)
+class Served:
+    """What answers: the model (a target or a denoiser), its engine for so many tokens (`Limits`), and what to call it."""
+
+    model: Any
+    engine: Callable[[Limits], Engine | Turns]
+    how: str
+    about: tuple[str, ...] = ()
+
+
+def load_served(cfg: ServeConfig, named: Collection[str]) -> Served:
+    """Target and drafter, or a denoiser, by the rules of `draftsmith generate`."""
     shared = {f.name for f in fields(GenerateConfig)} & {f.name for f in fields(ServeConfig)}
     common = GenerateConfig("", **{name: getattr(cfg, name) for name in shared})
-    made = assemble(common, consistent, named, [])
-    return replace(made, decode=replace(made.decode, max_rows=cfg.max_rows))
+    trained = cfg.model is not None and not is_free(cfg.model)
+    stored = stored_denoiser(cfg.model, cfg.revision) if cfg.model and trained else None
+    consistent = stored_consistency(cfg.model, cfg.revision) if cfg.model and trained and stored is None else None
+    refuse_idle_settings(cfg.drafter, [cfg.model if consistent is None else Jacobi.method])
+    refuse_idle_flags(common, stored is not None)
+    if stored is None:
+        return with_engine(assemble(common, consistent, named, []), cfg.max_rows)
+    denoiser, how = assemble_denoiser(common, stored, [])
+    if how is None:
+        drafter = SelfDraft(denoiser)
+        drafter.bind(denoiser.target)
+        return with_engine(Assembled(denoiser.target, drafter, decode_of(common), None), cfg.max_rows)
+    how = replace(how, max_rows=cfg.max_rows)
+    return Served(denoiser, lambda _: Turns(denoiser, how), f"decided by {how.strategy.select}")
 
 
-def service_of(cfg: ServeConfig, made: Assembled, key: str | None) -> Service:
+def with_engine(made: Assembled, max_rows: int) -> Served:
+    """A target and its drafter, on the engine whose requests come and go."""
+    decode = replace(made.decode, max_rows=max_rows)
+    how = "plain decoding" if made.drafter is None else f"drafted by {made.drafter.method}"
+
+    def engine(limits: Limits) -> Engine:
+        return Engine(made.target, made.drafter, decode, limits.total, limits.prompt)
+
+    return Served(made.target, engine, how, made.about)
+
+
+def service_of(cfg: ServeConfig, served: Served, key: str | None) -> Service:
     """The service. Raises ValueError where the model cannot be served so."""
-    if made.target.tokenizer is None:
-        raise ValueError(f"target {made.target.facts.name!r} has no tokenizer: a server needs one")
-    total = min(cfg.max_prompt + cfg.max_answer, made.target.facts.max_positions)
+    facts = served.model.facts
+    if served.model.tokenizer is None:
+        raise ValueError(f"{facts.name!r} has no tokenizer: a server needs one")
+    total = min(cfg.max_prompt + cfg.max_answer, facts.max_positions)
     limits = Limits(cfg.queue, min(cfg.max_prompt, total - 1), min(cfg.max_answer, total - 1), total, cfg.timeout)
     settings = Settings(
-        model=name_of(cfg, made),
+        model=name_of(cfg, facts.name),
         key=key,
         names=OWN_NAMES if key is None else (),
         body_bytes=cfg.body_kb * 1000,
         default_tokens=min(cfg.default_answer, limits.answer),
         drain_seconds=cfg.drain,
     )
-    return Service(Worker(made.target, made.drafter, made.decode, limits), settings)
+    return Service(Worker(served.model, served.engine(limits), limits), settings)
 
 
-def name_of(cfg: ServeConfig, made: Assembled) -> str:
+def name_of(cfg: ServeConfig, target: str) -> str:
     """What requests call the model: never a path of this machine."""
     if cfg.name is not None:
         return cfg.name
     if cfg.model is None or is_free(cfg.model):
-        return made.target.facts.name
+        return target
     return Path(cfg.model).resolve().name if Path(cfg.model).expanduser().exists() else cfg.model

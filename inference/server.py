@@ -30,7 +30,6 @@ from ..kernels import rng
 from ..losses.probs import SamplingParams
 from .api import ApiError, Ask, read_ask, read_json
 from .commit import Event
-from .decode import refuse_rule
 from .metrics import metrics_text
 from .replies import Reply
 from .speculate import check_prompt
@@ -58,9 +57,9 @@ class Service:
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self.worker, self.settings = worker, settings
-        # No two threads may use one tokenizer at a time; the target's is the worker's.
-        self.tokenizer = copy.deepcopy(worker.target.tokenizer)  # of the thread that reads prompts
-        self.speller = copy.deepcopy(worker.target.tokenizer)  # of the event loop
+        # No two threads may use one tokenizer at a time; the model's is the worker's.
+        self.tokenizer = copy.deepcopy(worker.model.tokenizer)  # of the thread that reads prompts
+        self.speller = copy.deepcopy(worker.model.tokenizer)  # of the event loop
         self.reading = asyncio.Lock()
         self.made = int(time.time())
 
@@ -178,7 +177,7 @@ class Service:
 
     def _params(self, ask: Ask, ids: Sequence[int]) -> SamplingParams:
         """The sampling parameters, with the answer's limit. Raises ApiError where prompt or answer do not fit."""
-        target, limits = self.worker.target, self.worker.limits
+        limits = self.worker.limits
         field = "prompt" if ask.messages is None else "messages"
         if len(ids) > limits.prompt:
             message = f"{field}: {len(ids)} tokens, at most {limits.prompt}"
@@ -190,14 +189,14 @@ class Service:
                 raise ApiError(400, message, "max_tokens", "context_length_exceeded")
             params = replace(params, max_new_tokens=room)
         try:
-            check_prompt(target, 0, ids, params)
+            check_prompt(self.worker.model, 0, ids, params)
         except ValueError as error:
             name = "stop_token_ids" if str(error).startswith("stop_ids") else field
             raise ApiError(400, f"{name}: {error}", name) from None
         try:
-            refuse_rule(self.worker.drafter, self.worker.decode, [params])
+            self.worker.engine.refuse(params)
         except ValueError as error:
-            raise ApiError(400, f"temperature: {error}", "temperature") from None
+            raise ApiError(400, str(error), str(error).split(":")[0]) from None
         return params
 
     async def _next(self, job: Job) -> Event | None:

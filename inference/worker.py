@@ -20,8 +20,8 @@ from typing import Any
 from ..losses.probs import SamplingParams
 from .api import ApiError
 from .commit import Event, Request, Stats
-from .decode import DecodeConfig, training_off
 from .engine import Engine
+from .turns import Turns
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,10 @@ class Counts:
 
 
 class Worker:
-    """Model, drafter and engine in a thread of their own. Raises ValueError for settings that do not fit."""
+    """The thread of one engine. `model`: whose facts and tokenizer count (a target or a denoiser)."""
 
-    def __init__(self, target: Any, drafter: Any, decode: DecodeConfig, limits: Limits) -> None:
-        self.target, self.drafter, self.decode, self.limits = target, drafter, decode, limits
-        self.engine = Engine(target, drafter, decode, limits.total, limits.prompt)
+    def __init__(self, model: Any, engine: Engine | Turns, limits: Limits) -> None:
+        self.model, self.engine, self.limits = model, engine, limits
         self.held = 0  # requests that were let in and are not done
         self.stopping = False
         self.counts = Counts()
@@ -97,11 +96,11 @@ class Worker:
         if self.stopping or not self.alive:
             self.counts.outcomes["refused"] += len(prompts)
             raise ApiError(503, "the server is stopping, it takes no new requests", code="stopping")
-        room = self.decode.max_rows + self.limits.queue
+        room = self.engine.rows + self.limits.queue
         if self.held + len(prompts) > room:
             self.counts.outcomes["refused"] += len(prompts)
             raise ApiError(429, f"the server is busy: {self.held} of {room} places are taken, try again", code="busy")
-        facts, tokenizer = self.target.facts, self.target.tokenizer
+        facts, tokenizer = self.model.facts, self.model.tokenizer
         first, self._rows = self._rows, self._rows + len(prompts)
         requests = [
             Request(first + i, ids, params, facts.eos_ids, tokenizer, live=True)
@@ -161,20 +160,19 @@ class Worker:
 
     def _run(self) -> None:
         assert self._loop is not None
-        with training_off(self.drafter):
-            while self._take():
-                if not self.engine.busy:
-                    continue
-                try:
-                    events = self.engine.step()
-                except Exception:  # the requests at hand fail, the server goes on
-                    traceback.print_exc(file=sys.stderr)
-                    fault = ApiError(500, "the model failed on this batch of requests", code="model_failed")
-                    self._loop.call_soon_threadsafe(self.cancel_all, fault)
-                    self.engine.clear()
-                    continue
-                if events:
-                    self._loop.call_soon_threadsafe(self._deliver, events)
+        while self._take():
+            if not self.engine.busy:
+                continue
+            try:
+                events = self.engine.step()
+            except Exception:  # the requests at hand fail, the server goes on
+                traceback.print_exc(file=sys.stderr)
+                fault = ApiError(500, "the model failed on this batch of requests", code="model_failed")
+                self._loop.call_soon_threadsafe(self.cancel_all, fault)
+                self.engine.clear()
+                continue
+            if events:
+                self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _take(self) -> bool:
         """Read the inbox, waiting where there is nothing else to do; False = stop."""

@@ -15,13 +15,27 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from scripted_denoiser import denoiser_of
 
 from draftsmith.inference import serve as command
 from draftsmith.inference import server as http
+from draftsmith.inference.diffuse import DiffuseConfig, diffuse
+from draftsmith.inference.engine import Engine
 from draftsmith.inference.generate import Assembled
-from draftsmith.inference.serve import ServeConfig, key_of, name_of, run_serve, service_of
+from draftsmith.inference.serve import (
+    ServeConfig,
+    Served,
+    key_of,
+    load_served,
+    name_of,
+    run_serve,
+    service_of,
+    with_engine,
+)
 from draftsmith.inference.server import Server
 from draftsmith.inference.speculate import DecodeConfig, generate
+from draftsmith.inference.turns import Turns
+from draftsmith.inference.worker import Limits
 from draftsmith.kernels import rng
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
@@ -40,9 +54,10 @@ def made(tiny: Any) -> Assembled:
 
 
 @contextmanager
-def running(made: Assembled, slow: float = 0.0, key: str | None = None, **options: Any) -> Iterator[Any]:
+def running(made: Assembled | Served, slow: float = 0.0, key: str | None = None, **options: Any) -> Iterator[Any]:
     """(client, server) of a server in a thread; `slow`: seconds that every step takes more."""
-    service = service_of(ServeConfig(**(vars(CONFIG) | options)), made, key)
+    served = with_engine(made, CONFIG.max_rows) if isinstance(made, Assembled) else made
+    service = service_of(ServeConfig(**(vars(CONFIG) | options)), served, key)
     if slow:
         step = service.worker.engine.step
 
@@ -421,7 +436,53 @@ def test_the_command(made: Assembled, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "(plain decoding) at http://127.0.0.1:" in capsys.readouterr().out
 
 
-def test_settings_refused(made: Assembled, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_denoisers_take_turns(tiny: Any) -> None:
+    denoiser = denoiser_of(tiny(dtype=torch.float64), 4, 3, shift=True)
+    how = DiffuseConfig(max_rows=3)
+    prompts = ["What is rain?", "abc", "again and again", "x", "the fourth to come"]
+
+    def want(prompt: str, i: int) -> Any:
+        params = SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=7 + i)
+        return diffuse(denoiser, [denoiser.tokenizer(prompt).input_ids], params, how)[0]
+
+    wanted = [want(prompt, i) for i, prompt in enumerate(prompts)]
+    with running(Served(denoiser, lambda _: Turns(denoiser, how), "by diffusion")) as (client, server):
+        assert client.post("/v1/completions", json=OK | {"logprobs": 1}).json()["error"]["param"] == "logprobs"
+
+        def one(i: int) -> str:
+            options = {"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 7 + i}
+            if i % 2:
+                return complete(client, prompts[i], **options)["choices"][0]["text"]
+            chunks = streamed(client, "/v1/completions", prompt=prompts[i], **options)
+            assert chunks[-1]["choices"][0]["finish_reason"] is not None
+            return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+        with ThreadPoolExecutor(5) as pool:
+            assert list(pool.map(one, range(5))) == [result.text for result in wanted]
+        with pytest.raises(httpx.ReadTimeout):  # one who leaves holds nobody up
+            client.post("/v1/completions", json=OK | {"max_tokens": 90, "ignore_eos": True}, timeout=0.01)
+        assert (
+            complete(client, prompts[1], temperature=0.8, seed=1, max_tokens=8)["choices"][0]["text"] == wanted[1].text
+        )
+        until(lambda: server.service.worker.held == 0)
+
+
+def test_what_is_served_is_chosen_as_generate_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = load_served(ServeConfig(model="ngram", target="tiny", k=5, max_rows=2), ())
+    engine = served.engine(Limits(0, 20, 10, 30, 1.0))
+    assert isinstance(engine, Engine) and (engine.rows, engine.decode.k, engine.longest) == (2, 5, 30)
+    assert served.how == "drafted by ngram" and load_served(ServeConfig(target="tiny"), ()).how == "plain decoding"
+    for options, words in (
+        ({"model": "ngram"}, "add --target NAME"),
+        ({}, "nothing to decode with"),
+        ({"model": "ngram", "target": "tiny", "strategy": "fixed"}, "are for denoisers"),
+        ({"model": "suffix", "target": "tiny", "tree": "dynamic"}, "tree='dynamic'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_served(ServeConfig(**options), ())
+
+
+def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.setenv("KEY", "sesame")
     assert key_of(ServeConfig(host="0.0.0.0", api_key_env="KEY")) == "sesame" and key_of(ServeConfig()) is None
@@ -436,7 +497,7 @@ def test_settings_refused(made: Assembled, monkeypatch: pytest.MonkeyPatch, tmp_
     ):
         with pytest.raises(ValueError, match=words):
             key_of(ServeConfig(**options))
-    assert name_of(ServeConfig(model=str(tmp_path)), made) == tmp_path.name
-    assert name_of(ServeConfig(model="user/head"), made) == "user/head"
-    assert name_of(ServeConfig(model="ngram"), made) == made.target.facts.name
-    assert name_of(ServeConfig(name="mine"), made) == "mine"
+    assert name_of(ServeConfig(model=str(tmp_path)), "t") == tmp_path.name
+    assert name_of(ServeConfig(model="user/head"), "t") == "user/head"
+    assert name_of(ServeConfig(model="ngram"), "t") == "t"
+    assert name_of(ServeConfig(name="mine"), "t") == "mine"

@@ -24,8 +24,8 @@ from typing import Any
 
 import httpx
 
-from draftsmith.inference.generate import Assembled
-from draftsmith.inference.serve import ServeConfig, load_served, service_of
+from draftsmith.inference.generate import Assembled, GenerateConfig, assemble
+from draftsmith.inference.serve import ServeConfig, service_of, with_engine
 from draftsmith.inference.server import Server
 from draftsmith.inference.speculate import generate
 from draftsmith.losses.probs import SamplingParams
@@ -136,14 +136,14 @@ def main() -> None:
     args = parser.parse_args()
 
     cfg = ServeConfig(
-        model=args.model, target=args.target, dtype=args.dtype, max_rows=args.rows, max_prompt=150, port=0, name="bench",
-        max_answer=args.tokens, default_answer=args.tokens, queue=args.clients, k=4,
+        max_rows=args.rows, max_prompt=150, port=0, name="bench", queue=args.clients, max_answer=args.tokens,
+        default_answer=args.tokens,
     )  # fmt: skip
-    made = load_served(cfg, ())
+    made = assemble(GenerateConfig("", model=args.model, target=args.target, dtype=args.dtype, k=4), None, (), [])
     bodies = requests_of(args.requests, args.tokens)
     wanted = [offline(made, body) for body in bodies[: args.compare]]
 
-    service = service_of(cfg, made, None)
+    service = service_of(cfg, with_engine(made, args.rows), None)
     listening, address = threading.Event(), []
     server = Server(service, cfg.host, 0, 4 * args.clients, lambda url: (address.append(url), listening.set())[0])
     thread = threading.Thread(target=server.run)
