@@ -467,7 +467,7 @@ def test_denoisers_take_turns(tiny: Any) -> None:
         until(lambda: server.service.worker.held == 0)
 
 
-def test_what_is_served_is_chosen_as_generate_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_served_is_chosen_as_generate_does() -> None:
     served = load_served(ServeConfig(model="ngram", target="tiny", k=5, max_rows=2), ())
     engine = served.engine(Limits(0, 20, 10, 30, 1.0))
     assert isinstance(engine, Engine) and (engine.rows, engine.decode.k, engine.longest) == (2, 5, 30)
@@ -476,7 +476,7 @@ def test_what_is_served_is_chosen_as_generate_does(monkeypatch: pytest.MonkeyPat
         ({"model": "ngram"}, "add --target NAME"),
         ({}, "nothing to decode with"),
         ({"model": "ngram", "target": "tiny", "strategy": "fixed"}, "are for denoisers"),
-        ({"model": "suffix", "target": "tiny", "tree": "dynamic"}, "tree='dynamic'"),
+        ({"model": "suffix", "target": "tiny", "tree": "opt"}, "tree='opt'"),
     ):
         with pytest.raises(ValueError, match=words):
             load_served(ServeConfig(**options), ())
