@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": Command(
         "answer one prompt, --show which tokens were drafted", "inference.generate", "run_generate", ("prompt",), True
     ),
+    "serve": Command("answer over HTTP, in the form of OpenAI's API", "inference.serve", "run_serve", ("model",), True),
     "evaluate": Command(
         "measure acceptance and speed, report as JSON and HTML", "inference.evaluate", "run_evaluate", takes_named=True
     ),

@@ -247,6 +247,7 @@ class Request:
         self.ids: list[int] = []
         self.from_draft: list[bool] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []  # per token (id, log-probability), best first
         self.logits: list[Tensor] = []
         self.text = ""
         self.stop_reason: str | None = None

@@ -147,14 +147,11 @@ def diffuse(
         check_prompt(denoiser, i, prompt, each[i])
     decode = fit(denoiser, decode or DiffuseConfig())
     results = []
-    verify = decode.strategy.verify if isinstance(decode.strategy.verify, SelfVerify) else None
     for first in range(0, len(prompts), decode.max_rows):
         rows = range(first, min(first + decode.max_rows, len(prompts)))
         tokenizer, eos_ids = denoiser.tokenizer, denoiser.facts.eos_ids
         requests = [Request(i, prompts[i], each[i], eos_ids, tokenizer, on_event is not None) for i in rows]
-        batch: _Batch | SelfVerifying = (
-            _Batch(denoiser, requests, decode) if verify is None else SelfVerifying(denoiser, requests, verify)
-        )
+        batch = batch_of(denoiser, requests, decode)
         while any(r.stop_reason is None for r in requests):
             for event in batch.step():
                 if on_event is not None:
@@ -162,6 +159,14 @@ def diffuse(
         each_order = batch.orders()
         results += [r.result(passes=p, order=o) for r, p, o in zip(requests, batch.passes, each_order, strict=True)]
     return results
+
+
+def batch_of(denoiser: Denoiser, requests: list[Request], decode: DiffuseConfig) -> _Batch | SelfVerifying:
+    """The closed batch that answers these requests, step by step; `decode` as `fit` returns it."""
+    verify = decode.strategy.verify
+    if isinstance(verify, SelfVerify):
+        return SelfVerifying(denoiser, requests, verify)
+    return _Batch(denoiser, requests, decode)
 
 
 class _Batch:

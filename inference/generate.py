@@ -23,7 +23,7 @@ from rich.style import Style
 
 from ..losses.probs import SamplingParams
 from ..models import FreeSettings
-from ..models.denoiser import Denoiser
+from ..models.denoiser import Denoiser, TargetDenoiser
 from ..models.jacobi import Jacobi
 from ..models.target import Target, load_target
 from .commit import Detokenizer, Event, Result, Stats
@@ -157,10 +157,31 @@ def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> N
     if stored is not None:
         run_denoiser(cfg, stored)
         return
-    if model is not None:
-        run_consistency(cfg, model, named)
-        return
-    sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
+    sampling = sampling_of(cfg)
+    respond(cfg, assemble(cfg, model, named, [sampling]), sampling)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What decodes: `trained` = the longest texts of the drafter's training, where known; `about`: lines that say what it
+    is."""
+
+    target: Target
+    drafter: Any
+    decode: DecodeConfig
+    trained: int | None
+    about: tuple[str, ...] = ()
+
+
+def assemble(
+    cfg: GenerateConfig, consistent: Stored | None, named: Collection[str], params: Sequence[SamplingParams]
+) -> Assembled:
+    """Load target and drafter as the settings say; what cannot be meant is refused before weights load. `params`: of the
+    requests, as far as they are known."""
+    decode = decode_of(cfg)
+    if consistent is not None:
+        return assemble_consistency(cfg, consistent, decode, named, params)
+    free = is_free(cfg.model)
     if cfg.model == Jacobi.method:
         refuse_idle_branches(cfg.drafter.jacobi, named, [decode])
     export = read_export_config(cfg.model, cfg.revision)["draftsmith"] if cfg.model and not free else None
@@ -174,7 +195,8 @@ def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> N
     kind = class_of(cfg.model, export) if cfg.model else None
     if kind is not None:
         refuse_tree(kind, decode)
-    refuse_rule(kind, decode, [sampling])
+    if params:
+        refuse_rule(kind, decode, params)
     target = load_target(
         name,
         dtype=cfg.dtype,
@@ -187,26 +209,20 @@ def run_generate(cfg: GenerateConfig, named: Collection[str] = frozenset()) -> N
         drafter = free_drafter(cfg.model, target, cfg.drafter)
     elif cfg.model:
         drafter = load_drafter(cfg.model, target, revision=cfg.revision)
-    if cfg.model and export is not None and not refuses_tuned(cfg, named):
-        tuned, line = stored_shape(cfg.model, cfg.revision, export, target, sampling)
+    # A server's requests share one shape, and those with a seed must not depend on a file: it gives no `params`.
+    if cfg.model and export is not None and params and not refuses_tuned(cfg, named):
+        tuned, line = stored_shape(cfg.model, cfg.revision, export, target, params[0])
         if tuned is not None:
             decode = tuned.applied(decode)
             use_threads(tuned, target)
         if line is not None:
             Console(highlight=False).print(visible(line), style="dim", soft_wrap=True)
-    respond(cfg, target, drafter, sampling, decode, export["train_length"] if export else None)
+    return Assembled(target, drafter, decode, export["train_length"] if export else None)
 
 
-def respond(
-    cfg: GenerateConfig,
-    target: Target,
-    drafter: Any,
-    sampling: SamplingParams,
-    decode: DecodeConfig,
-    trained: int | None,
-    *about: str,
-) -> None:
-    """Answer, and print the answer, `about` and the statistics. `trained`: the longest texts of the drafter's training."""
+def respond(cfg: GenerateConfig, made: Assembled, sampling: SamplingParams) -> None:
+    """Answer, and print the answer, what decoded and the statistics."""
+    target, drafter, decode, trained, about = made.target, made.drafter, made.decode, made.trained, made.about
     console = Console(highlight=False)
     ids = prompt_ids(target, cfg)
     if trained and len(ids) > trained:
@@ -222,8 +238,14 @@ def respond(
         console.print(visible(line), style="dim", soft_wrap=True)
 
 
-def run_consistency(cfg: GenerateConfig, stored: Stored, named: Collection[str]) -> None:
-    """`run_generate` of a consistency model: the model itself, decoded by jacobi as its folder says."""
+def assemble_consistency(
+    cfg: GenerateConfig,
+    stored: Stored,
+    decode: DecodeConfig,
+    named: Collection[str],
+    params: Sequence[SamplingParams],
+) -> Assembled:
+    """`assemble` of a consistency model: the model itself, decoded by jacobi as its folder says."""
     for name in ("target", "target_revision", "trust_remote_code"):
         if value := getattr(cfg, name):
             raise ValueError(
@@ -231,15 +253,15 @@ def run_consistency(cfg: GenerateConfig, stored: Stored, named: Collection[str])
                 "plainly)"
             )
     settings = jacobi_of(stored, cfg.drafter.jacobi, named)
-    sampling, decode = sampling_of(cfg), decode_of(cfg)  # refused before weights load
     refuse_idle_branches(cfg.drafter.jacobi, named, [decode])
     refuse_tree(Jacobi, decode)
-    refuse_rule(Jacobi, decode, [sampling])
+    if params:
+        refuse_rule(Jacobi, decode, params)
     target = load_consistency(stored, dtype=cfg.dtype, device=cfg.device)
     drafter = Jacobi(settings, target.facts)
     drafter.bind(target)
     line = f"decoded by jacobi: {settings_line(settings, branches(decode))}"
-    respond(cfg, target, drafter, sampling, decode, stored.ours["train_length"], line)
+    return Assembled(target, drafter, decode, stored.ours["train_length"], (line,))
 
 
 def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:
@@ -258,9 +280,11 @@ def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:
         raise ValueError(f"{', '.join(found)}: {needed}; leave it out")
 
 
-def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
-    """`run_generate` of a denoiser: by diffusion, or as drafter of the model that it was converted from."""
-    sampling, console = sampling_of(cfg), Console(highlight=False)
+def assemble_denoiser(
+    cfg: GenerateConfig, stored: Stored, params: Sequence[SamplingParams]
+) -> tuple[TargetDenoiser, DiffuseConfig | None]:
+    """Load a denoiser, and how it is decoded: None = it drafts for the model that it was converted from. What cannot be
+    meant is refused before weights load; `params` as of `assemble`."""
     how = None if cfg.self_draft else decode_of_denoiser(stored, cfg.strategy, cfg.threshold, cfg.steps, cfg.sub_block)
     if how is None and not stored.keeps_base:
         raise ValueError(
@@ -270,9 +294,10 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
     for name in ("target", "target_revision", "trust_remote_code"):
         if stored.kind != "adapters" and (value := getattr(cfg, name)):
             raise ValueError(f"{name} = {value!r}: the weights of {cfg.model} stand alone; leave it out")
-    if how is None:  # refused before weights load
+    if how is None:
         refuse_tree(SelfDraft, decode_of(cfg))
-        refuse_rule(SelfDraft, decode_of(cfg), [sampling])
+        if params:
+            refuse_rule(SelfDraft, decode_of(cfg), params)
     base = None
     if stored.kind == "adapters":
         base = load_base(
@@ -284,6 +309,13 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
             trust_remote_code=cfg.trust_remote_code,
         )
     denoiser = load_denoiser(stored, base, dtype=cfg.dtype, device=cfg.device)
+    return denoiser, None if how is None else complete(stored, how, denoiser)
+
+
+def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
+    """`run_generate` of a denoiser: by diffusion, or as drafter of the model that it was converted from."""
+    sampling, console = sampling_of(cfg), Console(highlight=False)
+    denoiser, how = assemble_denoiser(cfg, stored, [sampling])
     ids = prompt_ids(denoiser.target, cfg)
     start = time.perf_counter()
     if how is None:
@@ -296,7 +328,6 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
         ]
     else:
         painter, events = Painter(denoiser.tokenizer, console, False), list[Event]()
-        how = complete(stored, how, denoiser)
         (result,) = diffuse(denoiser, [ids], sampling, how, on_event=painter.paint if cfg.stream else events.append)
         for event in events:
             painter.paint(event)

@@ -36,6 +36,7 @@ class SamplingParams:
         stop_strings: texts that end the answer; the text is cut before the match.
         ignore_eos: the target's end-of-sequence ids are tokens like others.
         logprobs: also return the model's own log-probability of every token.
+        top_logprobs: with `logprobs`, also those of this many most likely tokens in the place of each.
     """
 
     temperature: float = 0.0
@@ -52,6 +53,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         checks = [
@@ -64,6 +66,11 @@ class SamplingParams:
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
             ("max_new_tokens", self.max_new_tokens >= 1, "an integer >= 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "in [0, max_new_tokens]"),
+            (
+                "top_logprobs",
+                self.top_logprobs >= 0 and (self.logprobs or not self.top_logprobs),
+                ">= 0, with logprobs",
+            ),
             ("stop_strings", all(self.stop_strings), "non-empty texts"),
         ]
         for name, good, allowed in checks:

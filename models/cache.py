@@ -13,6 +13,8 @@ hold finite numbers (0 * NaN is NaN). They do: memory starts as zeros, `update` 
 A pass may show some of its tokens a *prefix* (`prefix_kv`): keys and values that belong to no token, one set per
 layer, which stand behind the pass's own tokens and are gone with it, as everything uncommitted is.
 
+Rows come and go by `arrange` (those in use are always the first ones, so a pass has no idle rows) and `adopt`.
+
 `read_all` makes every pass read all slots instead. A query's attention then sums over the same number of keys whatever
 the lengths of its own row and of the others, which bitwise equality between decoding loops needs (fixed width,
 tests/bench/rows.py): attention over 100 keys and attention over 108 of which 8 are masked differ in low bits.
@@ -22,6 +24,7 @@ Test: pytest tests/test_cache.py tests/test_target.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,11 +56,13 @@ class Cache(HFCache):
             raise ValueError(f"cache of {rows} rows x {slots} slots x {layers} layers: each must be at least 1")
         self.slots = slots
         self.read_all = read_all
-        self.kv = torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, dtype=dtype, device=device)
-        self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.positions_BS = torch.zeros(rows, slots, dtype=torch.int64, device=device)
-        self._keys = [self.kv[i, 0] for i in range(layers)]
-        self._values = [self.kv[i, 1] for i in range(layers)]
+        # Memory of all rows, of which the first ones are in use (`arrange`).
+        self._memory = (
+            torch.zeros(layers, 2, rows, kv_heads, slots, head_dim, dtype=dtype, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.zeros(rows, slots, dtype=torch.int64, device=device),
+        )
+        self._use(rows)
         # Of the pass in hand: slots read; where its new tokens start and end, if at the same slot in all rows.
         self._used = self._end = 0
         self._first: int | None = None
@@ -176,6 +181,35 @@ class Cache(HFCache):
         self.lengths_B[index] = 0
         self.positions_BS[index] = 0
         self.kv[:, :, index] = 0
+
+    def _use(self, rows: int) -> None:
+        kv, lengths_B, positions_BS = self._memory
+        self.kv, self.lengths_B, self.positions_BS = kv[:, :, :rows], lengths_B[:rows], positions_BS[:rows]
+        self._keys = [self.kv[i, 0] for i in range(len(kv))]
+        self._values = [self.kv[i, 1] for i in range(len(kv))]
+
+    def arrange(self, rows: Sequence[int], grown: int = 0) -> None:
+        """Row i becomes what row `rows[i]` was, others are dropped; `grown` empty rows follow. In place: a row can only
+        move forward (`rows[i] >= i`). Raises ValueError if there is no memory for so many rows."""
+        if len(rows) + grown > len(self._memory[1]):
+            raise ValueError(f"{len(rows) + grown} rows, the cache was made for {len(self._memory[1])}")
+        lengths = self.lengths_B.tolist()
+        for to, row in enumerate(rows):
+            assert row >= to, "a row that is still to be moved would be overwritten"
+            if row > to:
+                n = lengths[row]
+                self.kv[:, :, to, :, :n] = self.kv[:, :, row, :, :n]
+                self.positions_BS[to, :n] = self.positions_BS[row, :n]
+                self.lengths_B[to] = n
+        self._use(len(rows) + grown)
+        self.lengths_B[len(rows) :] = 0
+
+    def adopt(self, first: int, other: Cache) -> None:
+        """Copy what another cache's rows hold into the rows from `first` on."""
+        b, longest = other.rows, int(other.lengths_B.max())
+        self.kv[:, :, first : first + b, :, :longest] = other.kv[:, :, :, :, :longest]
+        self.positions_BS[first : first + b, :longest] = other.positions_BS[:, :longest]
+        self.lengths_B[first : first + b] = other.lengths_B
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the longest row (asked by Hugging Face modules that are given no positions)."""

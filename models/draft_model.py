@@ -253,6 +253,7 @@ class DraftModel(nn.Module):
         cache, rows_B = state.cache, torch.arange(b, device=commit.ids_BT.device)
         ids_BT = behind(commit.ids_BT, commit.counts_B, commit.anchor_B[:, None])
         positions_BT = cache.lengths_B[:, None] + torch.arange(t + 1, device=rows_B.device)
+        positions_BT = positions_BT.clamp(max=self.run.facts.max_positions - 1)  # padding, or said to be invalid
         hidden_BD = self.read(ids_BT, positions_BT, cache=cache)[rows_B, commit.counts_B]
         cache.commit(commit.counts_B)
         state.position_B = cache.lengths_B.clone()

@@ -109,7 +109,7 @@ class Budget:
 @dataclass
 class Verified:
     """All rows of the last verification, the anchor first, accepted or not: `logits_BMV` is what the target said after
-    `tokens_BM`. Unused nodes, and rows of requests that are done, are not valid."""
+    `tokens_BM`. Unused nodes, and rows of requests that are done or new (their commit is the prompt), are not valid."""
 
     tokens_BM: Tensor
     valid_BM: Tensor
@@ -176,6 +176,9 @@ class Drafter(Protocol):
     Construction: `Method(config, facts, draft_ids=None)`; then `init_from_target(target)` copies what the recipe
     says (head rows, norms). `bind(target)` gives it what drafting reads of the target (embedding, head); the former
     ends with it, and whoever loads weights calls it. `forward` is `loss`, so that wrapped modules run it.
+    A state has one entry per row of the batch in each of its parts (tensors, lists, caches, dataclasses of these): rows
+    come and go between drafts (inference/rows.py), and a row that `reset` made new is handed its prompt in the next
+    commit, beside what the others committed.
     Optional: `rewrite(batch, progress) -> Batch` puts tokens of the drafter's own in the place of the data's before the
     target reads a training batch; `denominators` are those of the data's batch (a Config with `live` True says that
     states cannot be captured).

@@ -176,6 +176,7 @@ class Pard(nn.Module):
         masks_Bk = torch.full((b, k - 1), self.config.mask_id, device=device)
         ids_BT = behind(commit.ids_BT, commit.counts_B, torch.cat([commit.anchor_B[:, None], masks_Bk], dim=1))
         positions_BT = state.lengths_B[:, None] + torch.arange(ids_BT.shape[1], device=device)
+        positions_BT = positions_BT.clamp(max=self.run.facts.max_positions - 1)  # padding, or said to be invalid
         hidden_BTD = self.run.forward(ids_BT, positions_BT, cache=state).last_hidden_BTD
         index_BK = commit.counts_B[:, None] + torch.arange(k, device=device)
         hidden_BKD = hidden_BTD[torch.arange(b, device=device)[:, None], index_BK]

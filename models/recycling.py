@@ -121,15 +121,19 @@ class Recycling:
         """Learn from the last pass, then fill the template from the anchor on."""
         device = commit.ids_BT.device
         live_B = commit.counts_B > 0
+        new_B = live_B  # was in no verification: the commit is the prompt
         if commit.verified is not None:
             seen = commit.verified
             self.learn(state, seen.tokens_BM, seen.valid_BM, seen.logits_BMV)
-        elif self.config.prompt:
+            new_B = live_B & ~seen.valid_BM.any(1)
+        if self.config.prompt and bool(new_B.any()):
             assert commit.last_hidden_BTD is not None
+            lines = state[new_B]
             known_BT = torch.arange(commit.ids_BT.shape[1], device=device) < commit.counts_B[:, None]
-            parts = (x.split(ROWS, 1) for x in (commit.ids_BT, known_BT, commit.last_hidden_BTD))
+            parts = (x[new_B].split(ROWS, 1) for x in (commit.ids_BT, known_BT, commit.last_hidden_BTD))
             for ids_BM, valid_BM, hidden_BMD in zip(*parts, strict=True):
-                self.learn(state, ids_BM, valid_BM, self.target_head(hidden_BMD, None))
+                self.learn(lines, ids_BM, valid_BM, self.target_head(hidden_BMD, None))
+            state[new_B] = lines
         tokens_BX, valid_BX = commit.anchor_B[:, None], live_B[:, None]
         parents: list[int] = []
         depths: list[int] = []

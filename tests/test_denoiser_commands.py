@@ -1,4 +1,4 @@
-"""`generate`, `evaluate` and `push` of converted models: adapters and merged weights.
+"""`generate`, `serve`, `evaluate` and `push` of converted models: adapters and merged weights.
 
 Run: pytest tests/test_denoiser_commands.py
 """
@@ -17,6 +17,7 @@ import torch
 
 from draftsmith.inference.adapter_folder import Converted, save_adapters
 from draftsmith.inference.denoisers import decode_of_denoiser, stored_denoiser
+from draftsmith.inference.engine import Engine
 from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
 from draftsmith.inference.exporters import SCHEMAS
 from draftsmith.inference.exporters.layout import RunFacts
@@ -24,7 +25,10 @@ from draftsmith.inference.generate import GenerateConfig, run_generate
 from draftsmith.inference.load import read_export_config
 from draftsmith.inference.merge import merge
 from draftsmith.inference.push import stage
+from draftsmith.inference.serve import ServeConfig, load_served
 from draftsmith.inference.strategies import STRATEGIES, strategy_of
+from draftsmith.inference.turns import Turns
+from draftsmith.inference.worker import Limits
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.diffusion import PRESETS
 from draftsmith.models.pretrained import tiny_target
@@ -67,6 +71,22 @@ def test_self_drafting_is_the_models_own_answer(folders: dict[str, str], capsys:
     assert drafted.split("\nacceptance rule")[0] == plain and "passes that drafted" in drafted
     with pytest.raises(ValueError, match="needs adapters"):
         ask(capsys, model=folders["merged"], self_draft=True)
+
+
+def test_serve_answers_by_the_same_rules(folders: dict[str, str]) -> None:
+    limits = Limits(0, 20, 10, 30, 1.0)
+    merged = load_served(ServeConfig(model=folders["merged"], steps=2, max_rows=2), ())
+    turns = merged.engine(limits)
+    assert isinstance(turns, Turns) and turns.rows == 2 and turns.decode.strategy == strategy_of("fixed", {"steps": 2})
+    drafts = load_served(ServeConfig(model=folders["adapters"], self_draft=True, k=3), ())
+    engine = drafts.engine(limits)
+    assert isinstance(engine, Engine) and engine.decode.k == 3 and drafts.how == "drafted by self_draft"
+    for options, words in (
+        ({"model": folders["merged"], "self_draft": True}, "needs adapters"),
+        ({"model": folders["merged"], "tree": "static"}, "tree: are about drafts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_served(ServeConfig(**options), ())
 
 
 def test_flags_that_change_nothing_are_refused(folders: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

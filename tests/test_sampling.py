@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import speculate
+from draftsmith.inference import trees, verify
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.kernels import rng
 from draftsmith.losses.probs import SamplingParams, probs
@@ -166,7 +166,7 @@ def test_penalties_follow_each_nodes_own_path(target: Any, drafter: Any, scripte
     )
     plain = generate(target, [PROMPT], params)[0]
     heads = scripted.Drafter(by_table(Q_VVV), parallel=4)
-    for tree, builder in speculate.TREES.items():
+    for tree, builder in trees.TREES.items():
         decode = DecodeConfig(k=4, tree=tree, width=3, nodes=12, verifier="sample_match")
         some = heads if builder.at_once else drafter
         got = generate(target, [PROMPT], params, some, decode)[0]
@@ -235,7 +235,7 @@ def test_fault_q_without_temperature_is_caught_end_to_end(
     target: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows that travel with the draft are not those it was drawn from."""
-    builder = speculate.TREES["chain"]
+    builder = trees.TREES["chain"]
 
     def broken(*arguments: Any) -> Any:
         state, tree = builder.build(*arguments)
@@ -243,7 +243,7 @@ def test_fault_q_without_temperature_is_caught_end_to_end(
         return state, tree
 
     params = SamplingParams(temperature=0.8, max_new_tokens=3)
-    monkeypatch.setitem(speculate.TREES, "chain", replace(builder, build=broken))
+    monkeypatch.setitem(trees.TREES, "chain", replace(builder, build=broken))
     counts = sample(target, drafter, MODES["ratio"][1], params, 10_000)
     assert p_value(counts, law(params, 3, PROMPT), 10_000) < 1e-6
 
@@ -252,14 +252,14 @@ def test_fault_a_cut_by_the_drawn_tokens_own_chance_is_caught(
     target: Any, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A position dropped because an unlikely token was drawn for it: what stays is no longer drawn from q."""
-    builder = speculate.TREES["cut"]
+    builder = trees.TREES["cut"]
 
     def broken(*arguments: Any) -> Any:
-        state, tree = speculate.TREES["chain"].build(*arguments)
+        state, tree = trees.TREES["chain"].build(*arguments)
         return state, replace(tree, valid_BN=(tree.log_probs_BN > math.log(0.3)).int().cumprod(1).bool())
 
     params = SamplingParams(temperature=0.8, max_new_tokens=3)
-    monkeypatch.setitem(speculate.TREES, "cut", replace(builder, build=broken))
+    monkeypatch.setitem(trees.TREES, "cut", replace(builder, build=broken))
     counts = sample(target, drafter, MODES["cut"][1], params, 10_000)
     assert p_value(counts, law(params, 3, PROMPT), 10_000) < 1e-6
 
@@ -315,7 +315,7 @@ def test_sample_match_repeats_plain_sampling(target: Any, drafter: Any, scripted
     each = [SamplingParams(temperature=t, top_p=0.95, max_new_tokens=40, seed=i) for i, t in enumerate((0.5, 1.0, 0.0))]
     plain = [r.ids for r in generate(target, prompts, each)]
     heads = scripted.Drafter(by_table(Q_VVV), parallel=3)
-    for tree, builder in speculate.TREES.items():
+    for tree, builder in trees.TREES.items():
         decode = DecodeConfig(k=3, tree=tree, verifier="sample_match")
         results = generate(target, prompts, each, heads if builder.at_once else drafter, decode)
         assert [r.ids for r in results] == plain
@@ -357,7 +357,7 @@ def test_b44_bf16_logits_give_one_set_of_probabilities(scripted: Any, monkeypatc
     target = scripted.Target(by_table(P_VVV), V, dtype=torch.bfloat16)
     drafter = scripted.Drafter(lambda before, last, depth: Q_VVV[before, last].bfloat16())
     rows: list[Tensor] = []
-    rule = speculate.verify.VERIFIERS["ratio"]
+    rule = verify.VERIFIERS["ratio"]
 
     def seen(tree: Any, p_BMV: Tensor) -> Any:
         for node in range(tree.tokens_BN.shape[1]):
@@ -366,7 +366,7 @@ def test_b44_bf16_logits_give_one_set_of_probabilities(scripted: Any, monkeypatc
             assert p_BMV.dtype == tree.q.rows_BMW.dtype == torch.float32 and last
         return rule.probabilities(tree, p_BMV)
 
-    monkeypatch.setitem(speculate.verify.VERIFIERS, "ratio", replace(rule, probabilities=seen))
+    monkeypatch.setitem(verify.VERIFIERS, "ratio", replace(rule, probabilities=seen))
     params = SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=12, seed=1)
     generate(target, [PROMPT], params, drafter, DecodeConfig(k=2, verifier="ratio"))
     known = probs(Q_VVV.bfloat16().view(-1, V), params)

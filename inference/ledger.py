@@ -1,0 +1,57 @@
+"""What penalties and the minimal length need to know of the rows that are decoded together. Tests: tests/test_sampling.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..losses.probs import History, ParamRows
+from .commit import Request
+
+
+class Ledger:
+    """What penalties and the minimal length need to know of a batch, its answers so far included; empty where no request
+    uses them."""
+
+    def __init__(
+        self, requests: list[Request], params: ParamRows, vocab: int, tokens: int, device: torch.device
+    ) -> None:
+        self.tokens = tokens
+        self.requests = requests
+        self.prompt_BV = self.counts_BV = self.stops_BV = None
+        b = len(requests)
+        if params.penalises:
+            self.prompt_BV = torch.zeros(b, vocab, dtype=torch.bool, device=device)
+            self.counts_BV = torch.zeros(b, vocab, dtype=torch.int64, device=device)
+            for row, request in enumerate(requests):
+                self.prompt_BV[row, torch.tensor(request.prompt, device=device)] = True
+            for row, request in enumerate(requests):
+                self.add(row, request.ids)
+        self.shortest_B1 = torch.tensor([[r.params.min_new_tokens] for r in requests], device=device)
+        if any(r.params.min_new_tokens for r in requests):
+            self.stops_BV = torch.zeros(b, vocab, dtype=torch.bool, device=device)
+            for row, request in enumerate(requests):
+                self.stops_BV[row, sorted(request.eos_ids | request.stop_ids)] = True
+
+    def add(self, row: int, ids: list[int]) -> None:
+        """Count committed tokens."""
+        if self.counts_BV is not None:
+            index = torch.tensor(ids, dtype=torch.int64, device=self.counts_BV.device)
+            self.counts_BV[row].index_add_(0, index, torch.ones_like(index))
+
+    def at(self, depths_BR: Tensor, tokens_BJ: Tensor | None = None, see_BRJ: Tensor | None = None) -> History:
+        """History of B * R nodes: `depths_BR` drafted tokens lie before each, those of `tokens_BJ` that it sees."""
+        b, r = depths_BR.shape
+        prompt_XV = counts_XV = banned_XV = None
+        if self.counts_BV is not None and self.prompt_BV is not None:
+            counts_BRV = self.counts_BV[:, None].repeat(1, r, 1)
+            if tokens_BJ is not None and see_BRJ is not None:
+                counts_BRV.scatter_add_(2, tokens_BJ[:, None].expand(b, r, -1), see_BRJ.long())
+            counts_XV = counts_BRV.flatten(0, 1)
+            prompt_XV = self.prompt_BV.repeat_interleave(r, 0)
+        if self.stops_BV is not None:
+            made_B1 = torch.tensor([[len(q.ids)] for q in self.requests], device=depths_BR.device)
+            early_BR = made_B1 + depths_BR < self.shortest_B1
+            if bool(early_BR.any()):
+                banned_XV = (self.stops_BV[:, None] & early_BR[:, :, None]).flatten(0, 1)
+        return History(self.tokens, prompt_XV, counts_XV, banned_XV)

@@ -1,0 +1,503 @@
+"""The server, asked over the loopback interface: answers equal to `generate`'s whoever else is served, streams, limits,
+clients who leave, refusals by name, the key, the graceful stop."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from scripted_denoiser import denoiser_of
+
+from draftsmith.inference import serve as command
+from draftsmith.inference import server as http
+from draftsmith.inference.diffuse import DiffuseConfig, diffuse
+from draftsmith.inference.engine import Engine
+from draftsmith.inference.generate import Assembled
+from draftsmith.inference.serve import (
+    ServeConfig,
+    Served,
+    key_of,
+    load_served,
+    name_of,
+    run_serve,
+    service_of,
+    with_engine,
+)
+from draftsmith.inference.server import Server
+from draftsmith.inference.speculate import DecodeConfig, generate
+from draftsmith.inference.turns import Turns
+from draftsmith.inference.worker import Limits
+from draftsmith.kernels import rng
+from draftsmith.losses.probs import SamplingParams
+from draftsmith.models import METHODS
+
+DECODE = DecodeConfig(k=3, max_rows=3)
+CONFIG = ServeConfig(port=0, queue=4, max_prompt=150, max_answer=90, default_answer=12, name="tiny", max_rows=3)
+
+
+@pytest.fixture(scope="module")
+def made(tiny: Any) -> Assembled:
+    target = tiny(dtype=torch.float64)
+    torch.manual_seed(0)
+    drafter = METHODS["eagle3"](METHODS["eagle3"].Config(), target.facts)
+    drafter.init_from_target(target)
+    return Assembled(target, drafter.to(torch.float64).eval(), DECODE, None)
+
+
+@contextmanager
+def running(made: Assembled | Served, slow: float = 0.0, key: str | None = None, **options: Any) -> Iterator[Any]:
+    """(client, server) of a server in a thread; `slow`: seconds that every step takes more."""
+    served = with_engine(made, CONFIG.max_rows) if isinstance(made, Assembled) else made
+    service = service_of(ServeConfig(**(vars(CONFIG) | options)), served, key)
+    if slow:
+        step = service.worker.engine.step
+
+        def slowly() -> Any:
+            time.sleep(slow)
+            return step()
+
+        service.worker.engine.step = slowly  # type: ignore[method-assign]
+    listening = threading.Event()
+    server = Server(service, "127.0.0.1", 0, 64, lambda _: listening.set())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    assert listening.wait(20)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.address[1]}", headers=headers, timeout=30) as client:
+            yield client, server
+    finally:
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def live(made: Assembled) -> Iterator[Any]:
+    with running(made) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def client(live: Any) -> httpx.Client:
+    return live[0]
+
+
+def until(what: Any, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def complete(client: httpx.Client, prompt: Any, **options: Any) -> dict[str, Any]:
+    reply = client.post("/v1/completions", json={"model": "tiny", "prompt": prompt, **options})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def streamed(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    with client.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as reply:
+        assert reply.status_code == 200
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in reply.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def offline(made: Assembled, prompt: str, **params: Any) -> Any:
+    ids = made.target.tokenizer(prompt).input_ids
+    return generate(made.target, [ids], SamplingParams(**params), made.drafter, DECODE)[0]
+
+
+ASKS = [
+    ("What is rain?", {"temperature": 0, "max_tokens": 30}, {"max_new_tokens": 30}),
+    ("ab" * 20, {"seed": 7, "max_tokens": 11}, {"temperature": 1.0, "seed": 7, "max_new_tokens": 11}),
+    ("x", {"seed": 8, "temperature": 0.7, "top_k": 9, "min_p": 0.01, "max_tokens": 44},
+     {"temperature": 0.7, "seed": 8, "top_k": 9, "min_p": 0.01, "max_new_tokens": 44}),
+    ("Ünïcode ☂", {"seed": 9, "top_p": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "max_tokens": 5},
+     {"temperature": 1.0, "seed": 9, "top_p": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.4,
+      "max_new_tokens": 5}),
+    ("again and again and again", {"temperature": 0, "presence_penalty": 0.5},
+     {"presence_penalty": 0.5, "max_new_tokens": 12}),
+]  # fmt: skip
+
+
+def test_answers_are_those_of_generate_alone_and_among_others(client: httpx.Client, made: Assembled) -> None:
+    wanted = [offline(made, prompt, **params) for prompt, _, params in ASKS]
+    for (prompt, options, _), want in zip(ASKS, wanted, strict=True):
+        reply = complete(client, prompt, **options)
+        choice = reply["choices"][0]
+        assert choice["text"] == want.text and choice["index"] == 0 and choice["logprobs"] is None
+        assert choice["finish_reason"] == ("length" if want.stop_reason == "length" else "stop")
+        prompt_tokens = want.stats.prompt_tokens
+        assert reply["usage"] == {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(want.ids),
+            "total_tokens": prompt_tokens + len(want.ids),
+        }
+        assert reply["object"] == "text_completion" and reply["model"] == "tiny"
+
+    def one_client(shift: int) -> list[str]:
+        order = [(i + shift) % len(ASKS) for i in range(len(ASKS))]
+        texts = {}
+        for i in order:
+            prompt, options, _ = ASKS[i]
+            if (i + shift) % 2:
+                texts[i] = complete(client, prompt, **options)["choices"][0]["text"]
+            else:
+                chunks = streamed(client, "/v1/completions", prompt=prompt, **options)
+                texts[i] = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        return [texts[i] for i in range(len(ASKS))]
+
+    with ThreadPoolExecutor(4) as pool:
+        for texts in pool.map(one_client, range(4)):
+            assert texts == [want.text for want in wanted]
+
+
+def test_a_chat_is_rendered_by_the_template_and_streams_its_text(client: httpx.Client, made: Assembled) -> None:
+    tokenizer = made.target.tokenizer
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello ☂"}]
+    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    params = SamplingParams(temperature=0.9, seed=3, max_new_tokens=40)
+    want = generate(made.target, [ids], params, made.drafter, DECODE)[0]
+    talk[0]["role"] = "developer"
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "☂"}]
+    body = {"messages": [talk[0], {"role": "user", "content": parts}], "temperature": 0.9, "seed": 3}
+    reply = client.post("/v1/chat/completions", json={"model": "tiny", "max_completion_tokens": 40, **body}).json()
+    assert reply["object"] == "chat.completion"
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": want.text}
+    options = {"include_usage": True}
+    chunks = streamed(client, "/v1/chat/completions", max_tokens=40, stream_options=options, **body)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == reply["usage"]
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
+    assert text == want.text and len(chunks) > 5
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-1] == "length"
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
+
+
+def test_several_answers_have_seeds_of_their_own(client: httpx.Client, made: Assembled) -> None:
+    reply = complete(client, ["a b c", "d"], n=2, seed=5, max_tokens=9)
+    want = [
+        offline(made, prompt, temperature=1.0, seed=rng.fold(5, i), max_new_tokens=9)
+        for prompt in ("a b c", "d")
+        for i in range(2)
+    ]
+    assert [c["text"] for c in reply["choices"]] == [w.text for w in want]
+    assert [c["index"] for c in reply["choices"]] == [0, 1, 2, 3]
+    assert reply["usage"]["prompt_tokens"] == want[0].stats.prompt_tokens + want[2].stats.prompt_tokens
+    assert reply["usage"]["completion_tokens"] == sum(len(w.ids) for w in want)
+    texts = ["", ""]
+    for chunk in streamed(client, "/v1/completions", prompt="a b c", n=2, seed=5, max_tokens=9):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == [w.text for w in want[:2]]
+
+
+def test_stop_strings_end_the_text_before_them(client: httpx.Client, made: Assembled) -> None:
+    whole = offline(made, "stop here", max_new_tokens=60).text
+    stop = whole[20:23]
+    want = whole[: whole.find(stop)]
+    for stops in (stop, ["never said", stop]):
+        choice = complete(client, "stop here", temperature=0, max_tokens=60, stop=stops)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (want, "stop")
+    chunks = streamed(client, "/v1/completions", prompt="stop here", temperature=0, max_tokens=60, stop=stop)
+    assert "".join(c["choices"][0]["text"] for c in chunks) == want
+
+
+def test_log_probabilities(client: httpx.Client, made: Assembled) -> None:
+    want = offline(made, "likely", max_new_tokens=6, logprobs=True, ignore_eos=True)
+    options = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    logs = complete(client, "likely", logprobs=2, **options)["choices"][0]["logprobs"]
+    assert logs["token_logprobs"] == pytest.approx(want.logprobs)
+    assert len(logs["tokens"]) == len(logs["text_offset"]) == 6 and logs["text_offset"][0] == 0
+    assert all(1 <= len(best) <= 2 for best in logs["top_logprobs"])
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 3, **options}
+    chunks = streamed(client, "/v1/chat/completions", **body)
+    entries = [e for c in chunks if c["choices"][0]["logprobs"] for e in c["choices"][0]["logprobs"]["content"]]
+    assert len(entries) == 6 and all(len(e["top_logprobs"]) == 3 for e in entries)
+    for e in entries:
+        assert e["logprob"] == pytest.approx(e["top_logprobs"][0]["logprob"])  # greedy
+        assert e["bytes"] is None or bytes(e["bytes"]).decode() == e["token"]
+
+
+CHAT_OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+OK = {"model": "tiny", "prompt": "x"}
+WRONG: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "tiny"}, 400, "prompt"),
+    ({"prompt": "x"}, 400, "model"),
+    (OK | {"model": "other"}, 404, "model"),
+    (OK | {"model": 3}, 400, "model"),
+    (OK | {"temprature": 1}, 400, "temprature"),
+    (OK | {"temperature": -1}, 400, "temperature"),
+    (OK | {"temperature": "hot"}, 400, "temperature"),
+    (OK | {"temperature": True}, 400, "temperature"),
+    (OK | {"top_p": 0}, 400, "top_p"),
+    (OK | {"max_tokens": 0}, 400, "max_tokens"),
+    (OK | {"max_tokens": 2.5}, 400, "max_tokens"),
+    (OK | {"max_tokens": 10**6}, 400, "max_tokens"),
+    (OK | {"min_tokens": 9, "max_tokens": 5}, 400, "min_tokens"),
+    (OK | {"n": 17}, 400, "n"),
+    (OK | {"n": 9, "prompt": ["x", "y"]}, 400, "n"),
+    (OK | {"seed": 2**64}, 400, "seed"),
+    (OK | {"stop": ["a"] * 17}, 400, "stop"),
+    (OK | {"stop": ""}, 400, "stop"),
+    (OK | {"stop_token_ids": [10**6]}, 400, "stop_token_ids"),
+    (OK | {"stream": "yes"}, 400, "stream"),
+    (OK | {"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (OK | {"echo": True}, 400, "echo"),
+    (OK | {"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    (OK | {"prompt": []}, 400, "prompt"),
+    (OK | {"prompt": ""}, 400, "prompt"),
+    (OK | {"prompt": {"text": "x"}}, 400, "prompt"),
+    (OK | {"prompt": [5, "x"]}, 400, "prompt"),
+    (OK | {"prompt": [5, 10**6]}, 400, "prompt"),
+    (OK | {"prompt": [5, -1]}, 400, "prompt"),
+    (OK | {"prompt": "x" * 400}, 400, "prompt"),
+    (OK | {"prompt": "\ud800"}, 400, "prompt"),
+    (CHAT_OK | {"messages": []}, 400, "messages"),
+    (CHAT_OK | {"messages": ["x"]}, 400, "messages[0]"),
+    (CHAT_OK | {"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role"),
+    (CHAT_OK | {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    (CHAT_OK | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]"),
+    (CHAT_OK | {"messages": [{"role": "user", "content": "x" * 400}]}, 400, "messages"),
+    (CHAT_OK | {"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, 400, "messages[0].tool_calls"),
+    (CHAT_OK | {"top_logprobs": 2}, 400, "top_logprobs"),
+    (CHAT_OK | {"max_tokens": 5, "max_completion_tokens": 5}, 400, "max_completion_tokens"),
+    (CHAT_OK | {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT_OK | {"tools": [{"type": "function"}]}, 400, "tools"),
+]  # fmt: skip
+
+
+def test_wrong_requests_are_refused_by_field(client: httpx.Client) -> None:
+    for body, status, param in WRONG:
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        reply = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (status, param), (body, reply.text)
+        assert param in error["message"] and error["type"] == "invalid_request_error"
+    for harmless in ({"user": "me"}, {"top_k": -1}, {"logit_bias": {}}, {"seed": None}, {"best_of": 1}):
+        assert complete(client, "x", max_tokens=1, **harmless)["choices"]
+
+
+def test_bodies_that_are_no_request(client: httpx.Client, live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = {"Content-Type": "application/json"}
+    for raw in (b"", b"{", b"[1]", b"\xff", b'{"model": NaN}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"):
+        reply = client.post("/v1/completions", content=raw, headers=kind)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json"), raw[:20]
+    reply = client.post("/v1/completions", content=b"x" * 1_100_000, headers=kind)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "too_large")
+    chunked = client.post("/v1/completions", content=(b"x" * 100_000 for _ in range(11)), headers=kind)
+    assert chunked.status_code == 413
+    assert client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert client.get("/v1/completions").status_code == 405 and client.get("/docs").status_code == 404
+    assert client.get("/docs").json()["error"]["message"]
+    assert client.get("/health", headers={"Host": "evil.example:80"}).status_code == 403
+    monkeypatch.setattr(http, "HEADER_SECONDS", 0.2)
+    for parts in ((b"POST /v1/comp",), (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /he")):
+        with socket.create_connection(live[1].address) as link:
+            link.settimeout(10)
+            link.sendall(parts[0])
+            if len(parts) > 1:
+                assert link.recv(4096).startswith(b"HTTP/1.1 200")
+                link.sendall(parts[1])
+            while link.recv(4096):
+                pass  # until the server hangs up
+    with socket.create_connection(live[1].address) as link:
+        link.settimeout(10)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        link.sendall(head)
+        assert link.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_models_health_and_metrics(client: httpx.Client) -> None:
+    assert client.get("/health").json() == {"status": "ok"}
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny" and model["max_model_len"] == 240
+    assert client.get("/v1/models/tiny").json() == model and client.get("/v1/models/other").status_code == 404
+
+    def value(name: str) -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith(f"draftsmith_{name} ")).split()[-1])
+
+    before, done = value("generated_tokens_total"), value('requests_total{outcome="done"}')
+    complete(client, "x", max_tokens=5, ignore_eos=True)
+    assert value("generated_tokens_total") == before + 5 and value('requests_total{outcome="done"}') == done + 1
+    assert value("requests_running") == value("requests_waiting") == 0
+    assert value("accepted_tokens_total") <= value("draft_tokens_total") > 0
+
+
+def test_clients_who_leave_free_their_rows_and_too_many_are_refused(made: Assembled) -> None:
+    forever = OK | {"max_tokens": 90, "ignore_eos": True}
+    with running(made, slow=0.05, queue=2) as (client, server):
+        worker = server.service.worker
+        with client.stream("POST", "/v1/completions", json=forever | {"stream": True, "n": 3}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            until(lambda: worker.engine.running == 3)
+            assert client.get("/health").status_code == 200  # the event loop is free
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=forever | {"n": 2}, timeout=0.3)
+            until(lambda: worker.held == 3)  # those who waited are gone as well
+            refused = client.post("/v1/completions", json=forever | {"n": 3})
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        until(lambda: worker.held == 0 and worker.engine.running == 0)
+        assert worker.counts.outcomes == {"done": 0, "cancelled": 5, "failed": 0, "refused": 3}
+        assert complete(client, "x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+
+
+def test_a_request_has_its_time(made: Assembled) -> None:
+    with running(made, slow=0.05, timeout=0.4) as (client, server):
+        reply = client.post("/v1/completions", json=OK | {"max_tokens": 90, "ignore_eos": True})
+        assert reply.status_code == 504 and reply.json()["error"]["code"] == "timeout"
+        until(lambda: server.service.worker.engine.running == 0)
+
+
+def test_a_failing_step_fails_its_requests_alone(made: Assembled, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(made) as (client, server):
+        step, faults = server.service.worker.engine._decode, [RuntimeError("a fault of the model")]
+
+        def broken() -> Any:
+            if faults:
+                raise faults.pop()
+            return step()
+
+        server.service.worker.engine._decode = broken
+        reply = client.post("/v1/completions", json=OK)
+        assert reply.status_code == 500 and "fault of the model" not in reply.text
+        assert complete(client, "x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+    assert "a fault of the model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drain", [20.0, 0.2])
+def test_the_graceful_stop(made: Assembled, drain: float) -> None:
+    with running(made, slow=0.05, drain=drain) as (client, server):
+        with client.stream(
+            "POST", "/v1/completions", json=OK | {"stream": True, "max_tokens": 20, "ignore_eos": True}
+        ) as r:
+            lines = r.iter_lines()
+            first = next(lines)
+            server.handle_exit(signal.SIGTERM, None)
+            until(lambda: server.service.worker.stopping)
+            for path, body in (("/v1/completions", OK), ("/v1/chat/completions", CHAT_OK)):
+                refused = client.post(path, json=body)
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+            assert client.get("/health").status_code == 503
+            rest = [json.loads(x[6:]) for x in [first, *lines] if x and x != "data: [DONE]"]
+        if drain > 1:
+            assert rest[-1]["choices"][0]["finish_reason"] == "length"
+        else:
+            assert rest[-1]["error"]["code"] == "stopping"
+        until(lambda: server.should_exit)
+
+
+def test_the_key_covers_every_route_but_health(made: Assembled) -> None:
+    with running(made, key="sesame") as (client, _):
+        assert complete(client, "x", max_tokens=1)["choices"]
+        for headers in ({"Authorization": ""}, {"Authorization": "Bearer sesam"}, {"Authorization": "Bearer \xe9"}):
+            for path in ("/v1/models", "/metrics", "/v1/models/tiny", "/nowhere"):
+                raw = {name: value.encode("latin-1") for name, value in headers.items()}
+                assert client.get(path, headers=raw).status_code == 401
+            assert client.post("/v1/completions", json=OK, headers=raw).status_code == 401
+            assert client.get("/health", headers=raw | {"Host": b"elsewhere"}).status_code == 200
+
+
+def test_the_command(made: Assembled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "assemble", lambda cfg, *_: Assembled(made.target, None, DecodeConfig(k=cfg.k), None))
+    seen: list[str] = []
+
+    def ask_and_stop(server: Any) -> None:
+        until(lambda: server.started and bool(server.servers))
+        url = f"http://127.0.0.1:{server.address[1]}"
+        seen.append(httpx.post(f"{url}/v1/completions", json=OK | {"model": "tiny"}, timeout=20).json()["object"])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run = Server.run
+
+    def with_a_client(server: Any) -> None:
+        helper = threading.Thread(target=ask_and_stop, args=(server,))
+        helper.start()
+        run(server)
+        helper.join()
+
+    monkeypatch.setattr(Server, "run", with_a_client)
+    run_serve(ServeConfig(target="tiny", port=0, max_rows=2, max_prompt=32, max_answer=16, default_answer=8))
+    assert seen == ["text_completion"]
+    assert "(plain decoding) at http://127.0.0.1:" in capsys.readouterr().out
+
+
+def test_denoisers_take_turns(tiny: Any) -> None:
+    denoiser = denoiser_of(tiny(dtype=torch.float64), 4, 3, shift=True)
+    how = DiffuseConfig(max_rows=3)
+    prompts = ["What is rain?", "abc", "again and again", "x", "the fourth to come"]
+
+    def want(prompt: str, i: int) -> Any:
+        params = SamplingParams(temperature=0.8 * (i % 2), seed=i, max_new_tokens=7 + i)
+        return diffuse(denoiser, [denoiser.tokenizer(prompt).input_ids], params, how)[0]
+
+    wanted = [want(prompt, i) for i, prompt in enumerate(prompts)]
+    with running(Served(denoiser, lambda _: Turns(denoiser, how), "by diffusion")) as (client, server):
+        assert client.post("/v1/completions", json=OK | {"logprobs": 1}).json()["error"]["param"] == "logprobs"
+
+        def one(i: int) -> str:
+            options = {"temperature": 0.8 * (i % 2), "seed": i, "max_tokens": 7 + i}
+            if i % 2:
+                return complete(client, prompts[i], **options)["choices"][0]["text"]
+            chunks = streamed(client, "/v1/completions", prompt=prompts[i], **options)
+            assert chunks[-1]["choices"][0]["finish_reason"] is not None
+            return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+        with ThreadPoolExecutor(5) as pool:
+            assert list(pool.map(one, range(5))) == [result.text for result in wanted]
+        with pytest.raises(httpx.ReadTimeout):  # one who leaves holds nobody up
+            client.post("/v1/completions", json=OK | {"max_tokens": 90, "ignore_eos": True}, timeout=0.01)
+        assert (
+            complete(client, prompts[1], temperature=0.8, seed=1, max_tokens=8)["choices"][0]["text"] == wanted[1].text
+        )
+        until(lambda: server.service.worker.held == 0)
+
+
+def test_what_is_served_is_chosen_as_generate_does() -> None:
+    served = load_served(ServeConfig(model="ngram", target="tiny", k=5, max_rows=2), ())
+    engine = served.engine(Limits(0, 20, 10, 30, 1.0))
+    assert isinstance(engine, Engine) and (engine.rows, engine.decode.k, engine.longest) == (2, 5, 30)
+    assert served.how == "drafted by ngram" and load_served(ServeConfig(target="tiny"), ()).how == "plain decoding"
+    for options, words in (
+        ({"model": "ngram"}, "add --target NAME"),
+        ({}, "nothing to decode with"),
+        ({"model": "ngram", "target": "tiny", "strategy": "fixed"}, "are for denoisers"),
+        ({"model": "suffix", "target": "tiny", "tree": "opt"}, "tree='opt'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_served(ServeConfig(**options), ())
+
+
+def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("KEY", "sesame")
+    assert key_of(ServeConfig(host="0.0.0.0", api_key_env="KEY")) == "sesame" and key_of(ServeConfig()) is None
+    for options, words in (
+        ({"host": "0.0.0.0"}, "api_key_env"),
+        ({"host": "example.org"}, "api_key_env"),
+        ({"api_key_env": "EMPTY"}, "holds no key"),
+        ({"port": 70000}, "port=70000"),
+        ({"max_rows": 0}, "max_rows=0"),
+        ({"timeout": 0.0}, "timeout=0.0"),
+        ({"default_answer": 2000}, "default_answer=2000"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            key_of(ServeConfig(**options))
+    assert name_of(ServeConfig(model=str(tmp_path)), "t") == tmp_path.name
+    assert name_of(ServeConfig(model="user/head"), "t") == "user/head"
+    assert name_of(ServeConfig(model="ngram"), "t") == "t"
+    assert name_of(ServeConfig(name="mine"), "t") == "mine"
