@@ -780,6 +780,7 @@ def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Promp
         "dtype": cfg.dtype,
         "target": target.facts.name,
         "target_revision": target.facts.revision,
+        "runner": target.runner,
         "k": list(cfg.k),
         "trees": list(cfg.trees),
         "nodes": cfg.nodes,
