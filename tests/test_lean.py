@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_speculate import Lookup
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models import METHODS, TRAINING_FREE
+from draftsmith.models import METHODS
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.denoiser import TargetDenoiser
 from draftsmith.models.lean import packed_product
@@ -189,7 +190,7 @@ def test_packed_rows_do_not_depend_on_their_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "qwen3"])
 def test_fixed_width_chains_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    """With and without speculation, one row and three, every family. The drafter learned the answers beforehand."""
+    """With and without speculation, one row and three, every family. The drafter knows the answers, mostly."""
     target = small(**CASES[name], dtype=dtype)
     assert target.runner == "lean"
     prompts = [(ids_of(n, seed=n).tolist() * 2)[: n + 6] for n in (11, 5, 8)]
@@ -197,13 +198,12 @@ def test_fixed_width_chains_have_the_same_bits(name: str, dtype: torch.dtype) ->
     for rows in (1, 3):
         decode = DecodeConfig(k=4, fixed_width=5, max_rows=rows, keep_logits=True)
         plain = generate(target, prompts, params, None, decode)
-        longer = [prompt + want.ids + prompt for prompt, want in zip(prompts, plain, strict=True)]
-        plain = generate(target, longer, params, None, decode)
-        ngram = TRAINING_FREE["ngram"]
-        drafted = generate(target, longer, params, ngram(ngram.Config(), target.facts), decode)
-        assert sum(got.stats.committed for got in drafted) == 48
-        for want, got in zip(plain, drafted, strict=True):
-            assert got.ids == want.ids and torch.equal(got.logits, want.logits)
+        for first in range(0, 3, rows):
+            some = slice(first, first + rows)
+            answers = [want.ids for want in plain[some]]
+            drafter = Lookup(prompts[some], answers, target.facts.tokens, keep=[4, 1, 0, 3])
+            for want, got in zip(plain[some], generate(target, prompts[some], params, drafter, decode), strict=True):
+                assert got.ids == want.ids and torch.equal(got.logits, want.logits) and got.stats.tau > 1.3
 
 
 def test_methods_inside_the_target() -> None:
