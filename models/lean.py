@@ -214,6 +214,12 @@ class LeanRunner:
             for owner, names in ((layer.self_attn, ATTENTION), (layer.mlp, MLP))
             for name in names
         ]
+        # What this path passes by: hooks there mean that a pass has to go through the modules.
+        self._passed_by = [
+            module
+            for name, module in parts.decoder.named_modules()
+            if module is not parts.embed and not {"rotary_emb", *ATTENTION, *MLP} & {*name.split(".")}
+        ]
         self._modules: list[Any] = []
         self._watched: list[Tensor] = []
         self._marks: list[tuple[int, int]] = []
@@ -267,8 +273,7 @@ class LeanRunner:
 
     def hooked_elsewhere(self) -> bool:
         """Whether something listens to modules that this path does not call."""
-        called = (self.parts.decoder, *self.parts.layers, self.parts.norm)
-        return any(m._forward_hooks or m._forward_pre_hooks for m in called)
+        return any(m._forward_hooks or m._forward_pre_hooks for m in self._passed_by)
 
     @torch.no_grad()
     def forward(
@@ -284,6 +289,8 @@ class LeanRunner:
         self._refresh()
         (b, t), p = positions_BT.shape, 0 if prefix_kv is None else prefix_kv.shape[3]
         h_BTD = self.parts.embed(inputs) if inputs.dim() == 2 else inputs
+        if h_BTD.dtype != self.parts.embed.weight.dtype:
+            raise ValueError(f"embeddings of {h_BTD.dtype}: this target computes in {self.parts.embed.weight.dtype}")
         if cache is not None:
             cache.begin(positions_BT, 0 if see_BTA is None else see_BTA.shape[2] - t - p, prefix_kv)
         first = 0 if cache is None else cache.first_to_end()

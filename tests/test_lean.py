@@ -316,9 +316,11 @@ def test_gradients_and_foreign_hooks_take_the_modules() -> None:
     target.forward(embeds_BTD, torch.arange(5)[None]).last_hidden_BTD.sum().backward()
     assert embeds_BTD.grad is not None and bool(embeds_BTD.grad.abs().sum() > 0)
     seen: list[int] = []
-    handle = target.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    handle = target.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
     with torch.no_grad():
         target.forward(ids_of(1, 5), torch.arange(5)[None])
         handle.remove()
         states = target.forward(ids_of(1, 5), torch.arange(5)[None])
+        with pytest.raises(ValueError, match=r"embeddings of torch.float64: this target computes in torch.float32"):
+            target.forward(embeds_BTD.double(), torch.arange(5)[None])
     assert seen == [1] and not states.last_hidden_BTD.is_inference()
