@@ -33,7 +33,7 @@ from .. import __version__
 from ..losses.probs import SamplingParams
 from ..models import TRAINING_FREE, FreeSettings
 from ..models.jacobi import Jacobi
-from ..models.target import Target, load_target
+from ..models.target import Runner, Target, load_target
 from .card import write_card
 from .consistency_folder import refuse_idle_branches, stored_consistency
 from .denoisers import stored_denoiser
@@ -124,6 +124,8 @@ class EvaluateConfig:
     """Weights and states of target and drafter."""
     device: str = "cpu"
     """Where to run."""
+    runner: Runner = "auto"
+    """How the target decodes: lean operators, Hugging Face's modules (hf), or auto, which is lean where it is possible."""
     hf_prompts: int | None = None
     """Prompts that transformers' `generate` answers too, from the front; null = all, 0 = none."""
     identity_prompts: int | None = None
@@ -238,6 +240,7 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None, tu
         device=cfg.device,
         revision=cfg.target_revision or (None if cfg.target else facts.get("revision")),
         trust_remote_code=cfg.trust_remote_code,
+        runner=cfg.runner,
     )
     drafters: dict[str, Any] = {}
     estimated, labels = {}, {}
@@ -789,6 +792,7 @@ def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Promp
         "dtype": cfg.dtype,
         "target": target.facts.name,
         "target_revision": target.facts.revision,
+        "runner": target.runner,
         "k": list(cfg.k),
         "trees": list(cfg.trees),
         "nodes": cfg.nodes,

@@ -181,6 +181,7 @@ def evaluate_consistency(
             "dtype": str(base.dtype).removeprefix("torch."),
             "target": base.facts.name,
             "target_revision": base.facts.revision,
+            "runner": base.runner,
             "jacobi": asdict(settings),
             "jacobi_line": settings_line(settings, branches(decode)),
             "base_jacobi": asdict(untrained),

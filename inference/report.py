@@ -64,7 +64,7 @@ def rows_table(report: Row) -> Table:
     run = report["run"]
     title = (
         f"{run['suite']}: {run['prompts']} prompts, at most {run['max_new_tokens']} new tokens, {run['dtype']}, "
-        f"batch 1, target {run['target']}"
+        f"batch 1, target {run['target']}, run {run['runner']}"
     )
     table = _table(title, "decoding", "tau [95 %]", "tok/s", "x plain", "x HF", "lossless", "identical")
     for row in report["rows"]:

@@ -24,7 +24,7 @@ Test: pytest tests/test_cache.py tests/test_target.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,33 @@ class Cache(HFCache):
                 k_BHSD.scatter_(2, index_BHPD, prefix_2BHPD[0])
                 v_BHSD.scatter_(2, index_BHPD, prefix_2BHPD[1])
         return k_BHSD[:, :, : self._used], v_BHSD[:, :, : self._used]
+
+    def open(self) -> tuple[Callable[[int, Tensor], object], Sequence[Tensor], Sequence[Tensor]]:
+        """For runners that pass through the layers themselves: a function that writes layer i's new keys and values
+        [2, B, H, T, head_dim], and per layer the used slots of keys and of values, both [B, H, S_used, head_dim]."""
+        if self._first is not None:
+            new_L = self.kv[..., self._first : self._until, :].unbind(0)
+            if self._prefix is not None:
+                self.kv[..., self._until : self._end, :] = self._prefix[:, :, None]
+
+            def write(layer: int, new_2BHTd: Tensor) -> None:
+                new_L[layer].copy_(new_2BHTd)
+        else:
+            kv_L, index_B1T1 = self.kv.unbind(0), self._write_B1T1
+            if self._prefix is not None:
+                prefix_L2BHPd = self._prefix[:, :, None].expand(-1, -1, self.rows, -1, -1, -1)
+                self.kv.scatter_(4, self._prefix_B1P1.expand_as(prefix_L2BHPd), prefix_L2BHPd)
+
+            def write(layer: int, new_2BHTd: Tensor) -> None:
+                kv_L[layer].scatter_(3, index_B1T1.expand_as(new_2BHTd), new_2BHTd)
+
+        used = self.kv[..., : self._used, :]
+        return write, used[:, 0].unbind(0), used[:, 1].unbind(0)
+
+    def first_to_end(self) -> int | None:
+        """Slot of the pass's first new token, if it is the same in all rows and nothing behind the pass is read; else
+        None."""
+        return self._first if self._end == self._used else None
 
     def mask(self, see_BTA: Tensor, window: int | None = None) -> Tensor:
         """Bool [B, 1, T, S_used]: what the T new tokens may see.

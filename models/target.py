@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -35,6 +35,7 @@ from transformers.utils import cached_file, logging
 from .cache import Cache, PrefixCache
 from .drafter import Batch, TargetFacts, TargetOut
 from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
+from .lean import LeanRunner, Product, Runner, mark, packed_product, why_not_lean
 from .quantize import Quantize, Quantized, check_quantize, quantization_config
 
 DTYPES = {
@@ -61,6 +62,10 @@ class Target(nn.Module):
     weights as trainable as they are: a drafter that is a language model runs it by the same protocol. Raises ValueError
     when the model is not one that can be run exactly, and when tokenizer and embedding do not fit. `quantized`: its
     weights are rounded (models/quantize.py).
+
+    `runner`: auto = passes without gradients that have a cache of ours, which is decoding, run lean (models/lean.py) if
+    the family can, all others through Hugging Face's modules; lean = all passes without gradients run lean (ValueError
+    if the family cannot); hf = none.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Target(nn.Module):
         *,
         frozen: bool = True,
         quantized: Quantized | None = None,
+        runner: Runner = "auto",
     ) -> None:
         super().__init__()
         config = model.config
@@ -93,7 +99,11 @@ class Target(nn.Module):
             )
         self._additive = config._attn_implementation == "eager"
         self._cache_argument = _cache_argument(parts.decoder)
-        self._head_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._head_rows: tuple[Tensor, Tensor, Tensor | None, Product | None] | None = None
+        self._head_product: tuple[tuple[int, int], Product | None] | None = None
+        self.not_lean = "its weights are rounded" if quantized is not None else why_not_lean(model, parts)
+        self._lean = [LeanRunner(model, parts)] if self.not_lean is None else []
+        self.choose_runner(runner)
         self._causal_TT = torch.ones(0, 0, dtype=torch.bool)
         self.quantized = "none" if quantized is None else quantized.kind
         self.facts = _facts(
@@ -123,6 +133,19 @@ class Target(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._embed[0].weight.device
+
+    @property
+    def runner(self) -> Literal["lean", "hf"]:
+        """What decoding runs through: lean operators, or Hugging Face's modules."""
+        return "lean" if self._lean and self._runner != "hf" else "hf"
+
+    def choose_runner(self, runner: Runner) -> None:
+        """Set `runner`; see the class. Raises ValueError for an unknown one, and for lean where it is not possible."""
+        if runner not in ("auto", "lean", "hf"):
+            raise ValueError(f"runner {runner!r}: use one of auto, lean, hf")
+        if runner == "lean" and self.not_lean is not None:
+            raise ValueError(f"this target cannot run lean: {self.not_lean}; use runner=auto")
+        self._runner = runner
 
     @property
     def layers(self) -> list[Any]:
@@ -179,6 +202,9 @@ class Target(nn.Module):
                 f"position {int(positions_BT.max())}: beyond {self._fixed_to} positions the rotary frequencies of target "
                 f"{self.facts.name!r} change with the longest row, which is not supported; use shorter texts"
             )
+        if self._runs_lean(cache):
+            self.check_taps(taps)
+            return States(*self._lean[0].forward(inputs, positions_BT, cache, see_BTA, taps, prefix_kv))
         if see_BTA is None:
             see_BTA = self._causal(t).expand(positions_BT.shape[0], t, t)
         if cache is None:
@@ -219,8 +245,13 @@ class Target(nn.Module):
         """Logits of `last_hidden` states [..., D], softcap and scale included: [..., V], or [..., W] for the rows
         `ids` (int64 [W]) only. Computed and returned in the target's dtype."""
         head = self._head[0]
+        product = None
         if ids is None:
             weight, bias = head.weight, head.bias
+            if self.runner == "lean" and not torch.is_grad_enabled():
+                if self._head_product is None or self._head_product[0] != mark(weight):
+                    self._head_product = mark(weight), packed_product(weight, bias)
+                product = self._head_product[1]
         elif head.weight.requires_grad:  # rows that learn are read anew
             weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
         else:
@@ -228,10 +259,14 @@ class Target(nn.Module):
             if kept is None or kept[1].dtype != head.weight.dtype or not torch.equal(kept[0], ids):
                 with torch.inference_mode(False):  # kept, and read by passes with gradients too
                     bias = None if head.bias is None else head.bias[ids]
-                    kept = self._head_rows = (ids.clone(), head.weight[ids], bias)
-            _, weight, bias = kept
+                    rows = head.weight[ids]
+                    packed = packed_product(rows, bias) if self.runner == "lean" else None
+                    kept = self._head_rows = (ids.clone(), rows, bias, packed)
+            _, weight, bias, product = kept
+            product = None if torch.is_grad_enabled() or self.runner == "hf" else product
         # Flat: of some rows of a batch (a view), `linear` would copy the whole weight (4 ms for 8,192 rows of 576).
-        logits = nn.functional.linear(hidden.to(weight.dtype).reshape(-1, hidden.shape[-1]), weight, bias)
+        flat = hidden.to(weight.dtype).reshape(-1, hidden.shape[-1])
+        logits = nn.functional.linear(flat, weight, bias) if product is None else product(flat)
         logits = logits.reshape(*hidden.shape[:-1], len(weight))
         config, family = self.model.config, self._family
         if family.scale is not None:
@@ -259,6 +294,11 @@ class Target(nn.Module):
                     f"tap {k} of {tuple(taps)}: target {self.facts.name!r} has states h[0]..h[{self.facts.layers}]"
                 )
         return taps
+
+    def _runs_lean(self, cache: Cache | None) -> bool:
+        if self.runner == "hf" or torch.is_grad_enabled() or not (cache is None or type(cache) is Cache):
+            return False
+        return (cache is not None or self._runner == "lean") and not self._lean[0].hooked_elsewhere()
 
     def _check_prefix(self, prefix_kv: Tensor) -> int:
         """P; raises ValueError if the shape is not [layers, 2, kv_heads, P, head_dim]."""
@@ -327,6 +367,7 @@ def load_target(
     trust_remote_code: bool = False,
     quantize: Quantize = "none",
     denoises: bool = False,
+    runner: Runner = "auto",
 ) -> Target:
     """Load a target by hub id, local folder, GGUF file, or built-in name (`smollm2`, `tiny`).
 
@@ -337,7 +378,7 @@ def load_target(
 
     `quantize`: round the layers' weights (models/quantize.py). They are read twice, first in full for the fingerprint.
     `denoises`: it will be run as a denoiser; otherwise merged weights of a converted model, which would answer
-    nonsense, are refused.
+    nonsense, are refused. `runner`: see `Target`.
     """
     from . import pretrained  # imports this module
 
@@ -354,7 +395,9 @@ def load_target(
     except (RuntimeError, AssertionError) as error:  # NotImplementedError (`meta`) is a RuntimeError
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     if name == "tiny":
-        return pretrained.tiny_target(dtype=dtype).to(device)
+        target = pretrained.tiny_target(dtype=dtype).to(device)
+        target.choose_runner(runner)
+        return target
     source = _source(name, revision, trust_remote_code)
     quantized = None
     try:
@@ -371,7 +414,7 @@ def load_target(
             f"target {name!r} is a converted model, its adapters merged into it: it denoises, and is no autoregressive "
             "model any more; name the one that was converted, or give the folder as --model"
         )
-    target = Target(model, tokenizer, source.name, source.commit, quantized=quantized).to(device)
+    target = Target(model, tokenizer, source.name, source.commit, quantized=quantized, runner=runner).to(device)
     if model.config.model_type not in FAMILIES:
         _probe(target)
     return target

@@ -386,6 +386,7 @@ def test_the_command_on_an_export(tiny, tmp_path, capsys):
     assert "medusa chain K=2" in text and "ALARM" in text and "what limits you" in text
     stored = json.loads((tmp_path / "out" / "report.json").read_text())
     assert stored["run"]["exports"] == {"medusa": tmp_path.name} and stored["run"]["target"] == "tiny"
+    assert stored["run"]["runner"] == "lean"
     assert str(tmp_path) not in json.dumps(stored) and (folder / "report.html").exists()
     card = (folder / "README.md").read_text()
     assert "| speculate, chain | 2 |" in card and "Estimated at the end" not in card

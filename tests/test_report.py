@@ -174,6 +174,7 @@ def make_report(**change):
             "max_new_tokens": 8,
             "dtype": "float32",
             "target": "tiny",
+            "runner": "lean",
         },
         "rows": [plain, make_row()],
         "best": "eagle3 chain K=2",

@@ -1,0 +1,405 @@
+"""The lean runner: the forward pass of Llama-like targets without their modules, for decoding.
+
+Hugging Face's modules cost more in Python, in small operators and in weights laid out as they were saved than a small
+model costs in arithmetic. This is the same computation, fed from the target's own weights, with the same rounding
+points: query, key and value projections as one product, gate and up likewise; rotary angles and masks made once per
+pass; keys and values written where the cache has them. Families differ in data (`LeanFacts`, and which tensors there
+are), not in code. Rotary angles are those of the model's own rotary module, so that every kind of scaling is right.
+
+    target = load_target("smollm2")            # target.runner: "lean" or "hf"; target.not_lean says why not
+
+In bf16 on a CPU the weights are packed: oneDNN keeps a copy in the order its kernels read, twice as fast at one row
+(the copy is worth it up to `PACK_BYTES`). All else shares one memory: the modules' weights become views of the fused
+ones. A projection that has hooks (dual view) or an adapter that is on (LoRA) is called as the module it is, in its
+place, so that methods inside the target run on both paths.
+
+Rows are bit-identical at equal width and equally many keys, whatever their neighbours (tests/bench/rows.py).
+Test: pytest tests/test_lean.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
+
+from .cache import Cache
+from .families import Parts, windows_of
+
+Runner = Literal["auto", "lean", "hf"]
+Product = Callable[[Tensor], Tensor]
+
+LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+PACK_BYTES = 4 << 30  # of layers' weights: larger models are not worth a second copy
+PACK_ROWS = 4  # packed for products of this many rows; measured alike from 1 to 16
+BLOCK_ROWS = 32  # query rows that PyTorch's attention on CPUs takes at once; more would differ in low bits by place
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class LeanFacts:
+    """What differs between Llama-like models, beside their tensors."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads; heads / kv_heads queries share one."""
+    head_dim: int
+    """Width of a head."""
+    eps: float
+    """Added to mean squares in norms."""
+    activation: str
+    """Name of the gate's activation (transformers' `hidden_act`)."""
+    windows: tuple[int | None, ...]
+    """Per layer its sliding window, in positions; None = full attention."""
+    qk_norm: bool
+    """Whether queries and keys are normed per head (Qwen3)."""
+
+    @staticmethod
+    def of(config: Any, qk_norm: bool) -> LeanFacts:
+        """Read from a config of transformers, which `check_supported` let pass."""
+        windows, n = windows_of(config), config.num_hidden_layers
+        kinds = config.layer_types if isinstance(windows, dict) else None
+        heads = config.num_attention_heads
+        return LeanFacts(
+            heads,
+            getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            config.rms_norm_eps,
+            config.hidden_act,
+            tuple(windows[kind] for kind in kinds) if kinds and isinstance(windows, dict) else (windows,) * n,  # type: ignore[arg-type]
+            qk_norm,
+        )
+
+
+def why_not_lean(model: Any, parts: Parts) -> str | None:
+    """Why a model cannot be run lean, for people; None if it can."""
+    config = model.config
+    if config.model_type not in LEAN_FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        return f"type {config.model_type!r} is not one of {', '.join(LEAN_FAMILIES)}, as transformers has them"
+    if config._attn_implementation != "sdpa":
+        return f"it was loaded with attention {config._attn_implementation!r}"
+    for i, layer in enumerate(parts.layers):
+        children = {name for name, _ in layer.named_children()}
+        attention = {name for name, _ in layer.self_attn.named_children()}
+        if children != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} or (
+            attention not in ({*ATTENTION}, {*ATTENTION, "q_norm", "k_norm"})
+        ):
+            return f"layer {i} is not built like Llama's"
+    return None
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether a matrix gains by oneDNN's own order: bf16, on a CPU that computes in it."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.requires_grad:
+        return False
+    ops = torch.ops.mkldnn
+    names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+    return torch.backends.mkldnn.is_available() and all(hasattr(ops, n) for n in names) and _bf16_on_cpu()
+
+
+def _bf16_on_cpu() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product | None:
+    """x [X, D] -> x W^T + b for `weight` [V, D] by a packed copy of it; None where that gains nothing or is too large."""
+    if not packs(weight) or weight.numel() * weight.element_size() > PACK_BYTES:
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACK_ROWS)
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x_XD: product(x_XD, packed, bias, "none", [], "")
+
+
+def mark(tensor: Tensor) -> tuple[int, int]:
+    """Tells whether a tensor is where and what it was: moved or written to, it has another mark."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dimension, rounded where the reference rounds: in fp32 inside, before the weight."""
+    if x.dtype == torch.float64:
+        return rms_norm(x.float(), x.shape[-1:], None, eps).double().mul_(weight)
+    return rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+
+
+def _base(module: Any) -> Any:
+    """The linear module inside an adapter; a module without one itself."""
+    return getattr(module, "base_layer", module)
+
+
+def _changed(module: Any) -> bool:
+    """Whether something is added to what a linear module computes: by hooks, or an adapter that is on."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
+    return type(module) is not nn.Linear and not getattr(module, "_disable_adapters", False)
+
+
+class Projection:
+    """Linear modules of one input as one product, their outputs side by side."""
+
+    def __init__(self, modules: list[Any], pack: bool) -> None:
+        self.modules = modules
+        self.changed = False
+        self.product = _fuse([_base(module) for module in modules], pack)
+
+    def __call__(self, x_XD: Tensor, rows: int) -> Tensor:
+        """[X, D] -> [X, all outputs], X = `rows` * T; freshly made."""
+        if self.product is not None and not self.changed:
+            return self.product(x_XD)
+        x_BTD = x_XD.view(rows, -1, x_XD.shape[1])
+        return torch.cat([module(x_BTD) for module in self.modules], -1).flatten(0, 1)
+
+
+def _fuse(modules: list[Any], pack: bool) -> Product | None:
+    """One product for plain linear modules; None if they are anything else, or learn."""
+    weights = [module.weight for module in modules if type(module) is nn.Linear]
+    if len(weights) < len(modules) or any(type(w) is not nn.Parameter or w.requires_grad for w in weights):
+        return None
+    sizes = [len(weight) for weight in weights]
+    if sizes != [module.out_features for module in modules]:
+        return None  # partitioned by an engine
+    with torch.inference_mode(False), torch.no_grad():
+        weight = weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights])
+        bias = None
+        if any(module.bias is not None for module in modules):
+            bias = torch.cat(
+                [
+                    weight.new_zeros(n) if m.bias is None else m.bias.detach()
+                    for n, m in zip(sizes, modules, strict=True)
+                ]
+            )
+        if pack and (product := packed_product(weight, bias)) is not None:
+            return product
+        if len(weights) > 1 and not any(w.is_inference() for w in weights):
+            for own, part in zip(weights, weight.split(sizes), strict=True):
+                own.data = part  # one memory for both paths
+    return lambda x_XD: linear(x_XD, weight, bias)
+
+
+@dataclass
+class _Layer:
+    """A layer's operands."""
+
+    before: Tensor
+    qkv: Projection
+    qk_scale_Ed: Tensor | None  # weights of the query and key norms, E = heads + kv_heads
+    out: Projection
+    between: Tensor
+    gate_up: Projection
+    down: Projection
+    window: int | None
+
+    def projections(self) -> tuple[Projection, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+class LeanRunner:
+    """Runs a target's decoder; see `Target.forward` for the arguments. No gradients."""
+
+    def __init__(self, model: Any, parts: Parts) -> None:
+        self.parts = parts
+        self.facts = LeanFacts.of(model.config, hasattr(parts.layers[0].self_attn, "q_norm"))
+        self._layers: list[_Layer] = []
+        # Where the modules stand, and what they were when the operands were made.
+        self._places = [
+            (owner._modules, name)
+            for layer in cast(Any, parts.layers)
+            for owner, names in ((layer.self_attn, ATTENTION), (layer.mlp, MLP))
+            for name in names
+        ]
+        # What this path passes by: hooks there mean that a pass has to go through the modules.
+        self._passed_by = [
+            module
+            for name, module in parts.decoder.named_modules()
+            if module is not parts.embed and not {"rotary_emb", *ATTENTION, *MLP} & {*name.split(".")}
+        ]
+        self._modules: list[Any] = []
+        self._watched: list[Tensor] = []
+        self._marks: list[tuple[int, int]] = []
+        self._changed = False
+        activation = cast(Any, parts.layers[0]).mlp.act_fn
+        self._activation = silu if self.facts.activation in ("silu", "swish") else activation
+
+    def _refresh(self) -> None:
+        """Make the operands anew if a module was replaced or a weight moved or written to; note what is added to which."""
+        modules = [owner[name] for owner, name in self._places]
+        if modules != self._modules or [mark(w) for w in self._watched] != self._marks:
+            self._bind(modules)
+        changed = any(map(_changed, modules))
+        if changed or self._changed:
+            self._changed = changed
+            for layer in self._layers:
+                for projection in layer.projections():
+                    projection.changed = any(map(_changed, projection.modules))
+
+    def _bind(self, modules: list[Any]) -> None:
+        facts, layers = self.facts, cast(Any, self.parts.layers)
+        self._changed = True  # of projections made anew it is not known
+        pack = sum(w.numel() * w.element_size() for m in modules for w in _base(m).parameters()) <= PACK_BYTES
+        self._layers = []
+        for i, (layer, window) in enumerate(zip(layers, facts.windows, strict=True)):
+            q, k, v, out, gate, up, down = modules[7 * i : 7 * i + 7]
+            scale_Ed = None
+            if facts.qk_norm:
+                counted = ((layer.self_attn.q_norm, facts.heads), (layer.self_attn.k_norm, facts.kv_heads))
+                with torch.inference_mode(False), torch.no_grad():
+                    scale_Ed = torch.cat([norm.weight.detach().expand(n, -1) for norm, n in counted])
+            self._layers.append(
+                _Layer(
+                    layer.input_layernorm.weight,
+                    Projection([q, k, v], pack),
+                    scale_Ed,
+                    Projection([out], pack),
+                    layer.post_attention_layernorm.weight,
+                    Projection([gate, up], pack),
+                    Projection([down], pack),
+                    window,
+                )
+            )
+        self._modules = modules
+        # What was copied or fused; modules that are called as they are may change as they like.
+        fused = [m for layer in self._layers for p in layer.projections() if p.product for m in p.modules]
+        if facts.qk_norm:
+            fused += [m for layer in layers for m in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+        self._watched = [w for module in fused for w in _base(module).parameters()]
+        self._marks = [mark(w) for w in self._watched]
+
+    def hooked_elsewhere(self) -> bool:
+        """Whether something listens to modules that this path does not call."""
+        return any(m._forward_hooks or m._forward_pre_hooks for m in self._passed_by)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        inputs: Tensor,
+        positions_BT: Tensor,
+        cache: Cache | None,
+        see_BTA: Tensor | None,
+        taps: Sequence[int],
+        prefix_kv: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`last_hidden_BTD` and `taps_BTPD`. With a cache, `see_BTA` None = causal."""
+        self._refresh()
+        (b, t), p = positions_BT.shape, 0 if prefix_kv is None else prefix_kv.shape[3]
+        h_BTD = self.parts.embed(inputs) if inputs.dim() == 2 else inputs
+        if h_BTD.dtype != self.parts.embed.weight.dtype:
+            raise ValueError(f"embeddings of {h_BTD.dtype}: this target computes in {self.parts.embed.weight.dtype}")
+        if cache is not None:
+            cache.begin(positions_BT, 0 if see_BTA is None else see_BTA.shape[2] - t - p, prefix_kv)
+        first = 0 if cache is None else cache.first_to_end()
+        causal = t > 1 and see_BTA is None and first == 0
+        groups = self.facts.heads // self.facts.kv_heads
+        fold = groups * t <= BLOCK_ROWS and not causal
+        windows = set(self.facts.windows)
+        masks: dict[int | None, Tensor | None] = {}
+        if see_BTA is None and first is not None and (causal or t == 1):  # nothing to hide but what windows do
+            masks[None] = None
+        for window in windows - masks.keys():
+            mask_B1TS = self._mask(window, see_BTA, positions_BT, cache, p, h_BTD.dtype)
+            masks[window] = mask_B1TS.repeat_interleave(groups, 2) if fold else mask_B1TS
+        streams: dict[int, Tensor] = {}
+        cos_BTd, sin_BTd = cast(Any, self.parts.decoder).rotary_emb(h_BTD, positions_BT)
+        with torch.inference_mode():
+            half = sin_BTd.shape[-1] // 2
+            sin_BTd = torch.cat([-sin_BTd[..., :half], sin_BTd[..., half:]], -1)
+            angles = cos_BTd[:, :, None], sin_BTd[:, :, None]
+            x_XD = h_BTD.reshape(b * t, -1)
+            store = _Store(cache, prefix_kv, b)
+            for i, layer in enumerate(self._layers):
+                if i in taps:
+                    streams[i] = x_XD
+                heads_BTEd = self._heads(layer, x_XD, angles, b, t)
+                q_BTHd, kv_BTKd = heads_BTEd.split([self.facts.heads, 2 * self.facts.kv_heads], 2)
+                k_BKSd, v_BKSd = store.put(i, kv_BTKd.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4))
+                mask = masks[layer.window]
+                seen_XD = attend(q_BTHd, k_BKSd, v_BKSd, mask, fold, causal and mask is None)
+                x_XD = layer.out(seen_XD, b).add_(x_XD)
+                gate_XI, up_XI = layer.gate_up(norm(x_XD, layer.between, self.facts.eps), b).chunk(2, 1)
+                x_XD = layer.down(self._activation(gate_XI).mul_(up_XI), b).add_(x_XD)
+            if len(self._layers) in taps:
+                streams[len(self._layers)] = x_XD
+            last_XD = norm(x_XD, cast(Tensor, self.parts.norm.weight), self.facts.eps)
+        # Outside of inference mode again: what is returned may be written to, and kept for gradients.
+        last_BTD = last_XD.view(b, t, -1).clone()
+        return last_BTD, torch.stack([streams[k].view(b, t, -1) for k in taps], 2) if taps else None
+
+    def _heads(self, layer: _Layer, x_XD: Tensor, angles: tuple[Tensor, Tensor], b: int, t: int) -> Tensor:
+        """[B, T, E, head_dim] query, key and value heads of a layer's input; queries and keys are rotated."""
+        facts = self.facts
+        heads_BTEd = layer.qkv(norm(x_XD, layer.before, facts.eps), b).view(b, t, -1, facts.head_dim)
+        turn_BTEd = heads_BTEd[:, :, : facts.heads + facts.kv_heads]
+        if layer.qk_scale_Ed is not None:
+            turn_BTEd.copy_(norm(turn_BTEd, layer.qk_scale_Ed, facts.eps))
+        cos_BT1d, sin_BT1d = angles  # the sine has its first half negated, and the halves change places
+        turned_BTEd = torch.roll(turn_BTEd, facts.head_dim // 2, -1).mul_(sin_BT1d)
+        turn_BTEd.mul_(cos_BT1d).add_(turned_BTEd)
+        return heads_BTEd
+
+    def _mask(
+        self,
+        window: int | None,
+        see_BTA: Tensor | None,
+        positions_BT: Tensor,
+        cache: Cache | None,
+        p: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """[B, 1, T, S] what attention adds to its scores: 0 where a key is seen, -inf where not."""
+        b, t = positions_BT.shape
+        if see_BTA is None:
+            see_BTA = torch.ones(t, t, dtype=torch.bool, device=positions_BT.device).tril().expand(b, t, t)
+        if cache is not None:
+            see_B1TS = cache.mask(see_BTA, window)
+        else:
+            if window is not None:
+                near_BTT = positions_BT[:, :, None] - positions_BT[:, None, :] < window
+                see_BTA = see_BTA & pad(near_BTT, (0, p), value=True)
+            see_B1TS = see_BTA[:, None]
+        zeros_B1TS = torch.zeros(see_B1TS.shape, dtype=dtype, device=positions_BT.device)
+        return zeros_B1TS.masked_fill_(~see_B1TS, float("-inf"))
+
+
+class _Store:
+    """Where one pass writes its keys and values, and what it reads: a cache, or nothing kept."""
+
+    def __init__(self, cache: Cache | None, prefix_kv: Tensor | None, b: int) -> None:
+        self.prefix_kv, self.b = None if cache is not None else prefix_kv, b
+        self.write: Callable[[int, Tensor], None] | None = None
+        if cache is not None:
+            self.write, self.keys, self.values = cache.open()
+
+    def put(self, layer: int, new_2BKTd: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a layer's new keys and values; give all that it reads, both [B, kv_heads, S, head_dim]."""
+        if self.write is not None:
+            self.write(layer, new_2BKTd)
+            return self.keys[layer], self.values[layer]
+        if self.prefix_kv is not None:
+            prefix_2BKPd = self.prefix_kv[layer][:, None].expand(-1, self.b, -1, -1, -1)
+            new_2BKTd = torch.cat([new_2BKTd, prefix_2BKPd], 3)
+        return new_2BKTd[0], new_2BKTd[1]
+
+
+def attend(q_BTHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Tensor | None, fold: bool, causal: bool) -> Tensor:
+    """[B * T, H * d] attention of H query heads over K key heads.
+
+    `fold`: the queries that share a key head stand below each other, T * H / K rows of it, so that nothing is repeated;
+    `mask` has such rows then. Otherwise keys are repeated. Folded rows all fit one block of the kernel, so that a row's
+    bits do not depend on its place.
+    """
+    b, t, h, d = q_BTHd.shape
+    groups = h // k_BKSd.shape[1]
+    if fold:
+        q_BKXd = q_BTHd.unflatten(2, (-1, groups)).transpose(1, 2).reshape(b, -1, t * groups, d)
+        out_BKXd = scaled_dot_product_attention(q_BKXd, k_BKSd, v_BKSd, attn_mask=mask)
+        return out_BKXd.unflatten(2, (t, groups)).transpose(1, 2).reshape(b * t, h * d)
+    if groups > 1:
+        k_BKSd, v_BKSd = (x.repeat_interleave(groups, 1) for x in (k_BKSd, v_BKSd))
+    out_BHTd = scaled_dot_product_attention(q_BTHd.transpose(1, 2), k_BKSd, v_BKSd, attn_mask=mask, is_causal=causal)
+    return out_BHTd.transpose(1, 2).reshape(b * t, h * d)
