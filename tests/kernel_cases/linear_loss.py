@@ -1,21 +1,76 @@
-"""Cases of kernels/linear_loss.py for kernel_proof.py."""
+"""Cases of kernels/linear_loss.py for kernel_proof.py: each kind of teacher, gradients by hidden, head and bias."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from kernel_proof import Case
 from torch import Tensor
 
-from draftsmith.kernels.linear_loss import linear_loss, reference
+from draftsmith.kernels.linear_loss import Dense, FromHidden, TopK, linear_loss, reference
+
+ALL = ("kl", "reverse_kl", "jsd", "tv", "neg_log_accept", "lk", "ce", "entropy")
+OBJECTIVE = tuple((0.3 + 0.1 * i, name) for i, name in enumerate(ALL))
+LABELS = ((1.0, "ce"), (0.5, "entropy"))
+
+
+def teachers(t: int, w: int, dtype: torch.dtype) -> dict[str, Any]:
+    """One of each kind, over a vocabulary of w ids of which the last ones are outside for "topk"."""
+    full_TV = (2 * torch.randn(t, w + 9)).log_softmax(-1)
+    log_p_TK, ids_TK = full_TV.topk(5, dim=-1)
+    tail_T = 1 - full_TV[:, w:].exp().sum(-1) - log_p_TK.exp().masked_fill(ids_TK >= w, 0).sum(-1)
+    return {
+        "hidden": FromHidden(
+            torch.randn(t, 17).to(dtype), torch.randn(w, 17).div(4).to(dtype), torch.randn(w).to(dtype)
+        ),
+        "dense": Dense(full_TV[:, :w].to(dtype), full_TV[:, :w].logsumexp(-1)),
+        "topk": TopK(ids_TK.masked_fill(ids_TK >= w, -1), log_p_TK, tail_T.clamp(min=0)),
+        "none": None,
+    }
+
+
+def widened(teacher: Any) -> Any:
+    if teacher is None:
+        return None
+    fields = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in vars(teacher).items()}
+    return type(teacher)(**fields)
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     torch.manual_seed(0)
-    hidden_TD, weight_WD = torch.randn(19, 21).to(dtype), torch.randn(101, 21).to(dtype)
+    t, w, d = 19, 75, 21
+    hidden_TD, weight_WD, bias_W = (
+        torch.randn(t, d).to(dtype),
+        torch.randn(w, d).div(4).to(dtype),
+        torch.randn(w).to(dtype),
+    )
+    label_T, weight_T = torch.randint(-1, w, (t,)), torch.rand(t)
+    for kind, teacher in teachers(t, w, dtype).items():
+        terms = LABELS if teacher is None else OBJECTIVE
 
-    def want() -> tuple[Tensor, ...]:
-        return reference(hidden_TD.double(), weight_WD.double())
+        def run(teacher: Any = teacher, terms: Any = terms) -> tuple[Tensor, ...]:
+            inputs = [x.detach().clone().requires_grad_() for x in (hidden_TD, weight_WD, bias_W)]
+            out = linear_loss(
+                inputs[0], inputs[1], terms, bias_W=inputs[2], teacher=teacher, label_T=label_T, weight_T=weight_T,
+                temperature=0.8, chunk=11,
+            )  # fmt: skip
+            return out.total, out.value_T, *torch.autograd.grad(out.total, inputs)
 
-    yield Case("log-sum-exp", lambda: linear_loss(hidden_TD, weight_WD), want, atol=1e-5)  # fp32 sums of 101 terms
+        def want(teacher: Any = teacher, terms: Any = terms) -> tuple[Tensor, ...]:
+            inputs = [x.detach().double().requires_grad_() for x in (hidden_TD, weight_WD, bias_W)]
+            value_T = reference(
+                inputs[0],
+                inputs[1],
+                terms,
+                bias_W=inputs[2],
+                teacher=widened(teacher),
+                label_T=label_T,
+                temperature=0.8,
+            )
+            total = (value_T * weight_T).sum()
+            return total, value_T, *torch.autograd.grad(total, inputs)
+
+        # Sums of 75 terms in fp32; fp16: slopes and gradients of size 4 are stored with 11 bits, sums of 19 rows.
+        yield Case(kind, run, want, atol=2e-5 if dtype == torch.float32 else 2e-2)
