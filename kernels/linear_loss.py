@@ -225,7 +225,8 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         learns = job.wanted[1] or job.wanted[2]
         ctx.again = weight_T is None and learns
-        walk = walk_kernels if runs_on(*job.floats(), hidden_TD, weight_WD, bias_W) else walk_chunks
+        fits = runs_on(*job.floats(), hidden_TD, weight_WD, bias_W) and hidden_TD.dtype != torch.float64
+        walk = walk_kernels if fits else walk_chunks
         first = replace(job, wanted=(False, False, False)) if ctx.again else job
         done = walk(first, hidden_TD, weight_WD, bias_W, weight_T)
         ctx.job, ctx.walk, ctx.by_row = job, walk, weight_T is None

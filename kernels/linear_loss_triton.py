@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .jit import INTERPRETED, Build, jit, tl
-from .linear_loss_rules import Dense, FromHidden, Job, Sums, TopK, Walked, fold
+from .linear_loss_rules import Dense, FromHidden, Job, Sums, TopK, Walked, fold, sums_of
 
 _TILE = {"BT": 64, "BW": 64, "BD": 64}  # rows, ids, width; with eight warps nothing spills
 _SMALL_TILE = {"BT": 16, "BW": 32, "BD": 16}
@@ -84,7 +84,7 @@ def _statistics(
         best_T = tl.where(tl.max(z_TW, 1) > most_T, (lo + tl.argmax(z_TW, 1)).to(tl.float32), best_T)
         old_T, before_T = most_T, total_T
         most_T, total_T, shrink_T = _online(most_T, total_T, z_TW)
-        away_TW = tl.where(has_W[None, :], z_TW - most_T[:, None], 0.0)
+        away_TW = tl.maximum(z_TW - most_T[:, None], -1e4)  # a banned id's -inf times 0 is no number
         tilt_T = shrink_T * (tilt_T + before_T * (old_T - most_T)) + tl.sum(tl.exp(z_TW - most_T[:, None]) * away_TW, 1)
         if KIND == "topk":
             for k in range(K):
@@ -211,8 +211,6 @@ def walk_kernels(
     job: Job, hidden_TD: Tensor, weight_WD: Tensor, bias_W: Tensor | None, weight_T: Tensor | None
 ) -> Walked:
     """`walk_chunks` of linear_loss.py by kernels."""
-    from .linear_loss_rules import sums_of
-
     hidden_TD, weight_WD = hidden_TD.detach().contiguous(), weight_WD.detach().contiguous()
     (T, D), W, device = hidden_TD.shape, len(weight_WD), hidden_TD.device
     tile: dict[str, Any] = dict(_SMALL_TILE if INTERPRETED else _TILE)
@@ -307,7 +305,7 @@ def walk_kernels(
     return Walked(value_T, ce_T, entropy_T, accept_T, top_T, match_T, grads)
 
 
-_MEN = dict.fromkeys(("hidden", "weight"), "*bf16")
+_STATES = dict.fromkeys(("hidden", "weight"), "*bf16")
 _SIZES = dict.fromkeys(("T", "W", "D", "E"), "i32") | {"scale": "fp32"}
 _TEACHER = dict.fromkeys(("teacher", "teacher_weight"), "*bf16")
 _STATISTICS = {"label": "*i64", "out": "*fp32", "label_z": "*fp32", "ids_z": "*fp32", "K": "i32", "span": "i32"}
@@ -322,7 +320,7 @@ _WIDTHS = ("D", "E", "W")
 
 
 def _build(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Build:
-    return Build(kernel, _MEN | types | _SIZES, constants, warps=8, dots=True, aligned=_WIDTHS)
+    return Build(kernel, _STATES | types | _SIZES, constants, warps=8, dots=True, aligned=_WIDTHS)
 
 
 BUILDS = (

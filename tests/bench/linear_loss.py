@@ -75,7 +75,10 @@ def errors() -> dict[str, dict[str, float]]:
 
         want = grads(torch.float64, reference)
         figures[term] = {
-            name: max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(grads(torch.float32, form), want))
+            name: max(
+                float((a - b).abs().max() / b.abs().max())
+                for a, b in zip(grads(torch.float32, form), want, strict=True)
+            )
             for name, form in (("chunked", linear_loss), ("naive", reference))
         }
     return figures

@@ -41,36 +41,28 @@ def widened(teacher: Any) -> Any:
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     torch.manual_seed(0)
     t, w, d = 19, 75, 21
-    hidden_TD, weight_WD, bias_W = (
-        torch.randn(t, d).to(dtype),
-        torch.randn(w, d).div(4).to(dtype),
-        torch.randn(w).to(dtype),
-    )
-    label_T, weight_T = torch.randint(-1, w, (t,)), torch.rand(t)
-    for kind, teacher in teachers(t, w, dtype).items():
-        terms = LABELS if teacher is None else OBJECTIVE
+    hidden_TD, weight_WD = torch.randn(t, d).to(dtype), torch.randn(w, d).div(4).to(dtype)
+    bias_W, label_T, weight_T = torch.randn(w).to(dtype), torch.randint(-1, w, (t,)), torch.rand(t)
 
-        def run(teacher: Any = teacher, terms: Any = terms) -> tuple[Tensor, ...]:
-            inputs = [x.detach().clone().requires_grad_() for x in (hidden_TD, weight_WD, bias_W)]
-            out = linear_loss(
-                inputs[0], inputs[1], terms, bias_W=inputs[2], teacher=teacher, label_T=label_T, weight_T=weight_T,
-                temperature=0.8, chunk=11,
-            )  # fmt: skip
-            return out.total, out.value_T, *torch.autograd.grad(out.total, inputs)
+    def case(kind: str, teacher: Any, terms: Any, bias_W: Tensor, label_T: Tensor) -> Case:
+        asked: dict[str, Any] = {"label_T": label_T, "temperature": 0.8}
 
-        def want(teacher: Any = teacher, terms: Any = terms) -> tuple[Tensor, ...]:
-            inputs = [x.detach().double().requires_grad_() for x in (hidden_TD, weight_WD, bias_W)]
-            value_T = reference(
-                inputs[0],
-                inputs[1],
-                terms,
-                bias_W=inputs[2],
-                teacher=widened(teacher),
-                label_T=label_T,
-                temperature=0.8,
-            )
+        def run() -> tuple[Tensor, ...]:
+            given = [x.detach().clone().requires_grad_() for x in (hidden_TD, weight_WD, bias_W)]
+            full = asked | {"teacher": teacher, "weight_T": weight_T, "chunk": 11}
+            out = linear_loss(given[0], given[1], terms, bias_W=given[2], **full)
+            return out.total, out.value_T, *torch.autograd.grad(out.total, given)
+
+        def want() -> tuple[Tensor, ...]:
+            given = [x.detach().double().requires_grad_() for x in (hidden_TD, weight_WD, bias_W)]
+            value_T = reference(given[0], given[1], terms, bias_W=given[2], teacher=widened(teacher), **asked)
             total = (value_T * weight_T).sum()
-            return total, value_T, *torch.autograd.grad(total, inputs)
+            return total, value_T, *torch.autograd.grad(total, given)
 
         # Sums of 75 terms in fp32; fp16: slopes and gradients of size 4 are stored with 11 bits, sums of 19 rows.
-        yield Case(kind, run, want, atol=2e-5 if dtype == torch.float32 else 2e-2)
+        return Case(kind, run, want, atol=2e-5 if dtype == torch.float32 else 2e-2)
+
+    for kind, teacher in teachers(t, w, dtype).items():
+        yield case(kind, teacher, LABELS if teacher is None else OBJECTIVE, bias_W, label_T)
+    banned_W = bias_W.clone().index_fill_(0, torch.tensor([7]), float("-inf"))
+    yield case("a banned id", None, LABELS, banned_W, label_T.masked_fill(label_T == 7, 8))
