@@ -87,7 +87,7 @@ def reference(
     value_T = log_q_TW.new_zeros(len(log_q_TW))
     p = q = log_p = log_q = m = value_T[:, None]
     if teacher is not None:
-        log_q, log_p = classes(teacher, slice(None), log_q_TW, temperature)
+        log_q, log_p = classes(teacher, slice(None), log_q_TW.clamp(min=FLOOR), temperature)
         p, q = log_p.exp(), log_q.exp()
         m = torch.logaddexp(log_p, log_q) - math.log(2)
     accept_T, mass_T = torch.minimum(p, q).sum(-1), p.sum(-1)
@@ -117,13 +117,14 @@ def reference(
 
 
 def classes(teacher: Teacher, span: slice, log_q_TW: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log q and log p of some rows over what the teacher tells apart: the ids [T, W], or its K and a rest [T, K + 1]."""
+    """log q and log p, FLOOR at least, of some rows over what the teacher tells apart: the ids [T, W] (log q is then the
+    one given), or its K and a rest [T, K + 1]."""
     if isinstance(teacher, TopK):
-        ids_TK, log_p_TK = teacher.ids_TK[span], teacher.log_p_TK[span].to(log_q_TW.dtype)
+        ids_TK, log_p_TK = teacher.ids_TK[span], teacher.log_p_TK[span].detach().to(log_q_TW.dtype)
         inside_TK = ids_TK >= 0
         rest_T1 = log_q_TW.masked_fill(teacher.mask(span, log_q_TW.shape[-1]), float("-inf")).logsumexp(-1, True)
         log_q_TK = log_q_TW.gather(-1, ids_TK.clamp(min=0)).masked_fill(~inside_TK, FLOOR)
-        log_q = torch.cat([log_q_TK, rest_T1], -1)
+        log_q = torch.cat([log_q_TK, rest_T1.clamp(min=FLOOR)], -1)
         log_p = torch.cat([log_p_TK.masked_fill(~inside_TK, FLOOR), teacher.log_rest_T(span)[:, None].to(log_q)], -1)
     else:
         if isinstance(teacher, FromHidden):
@@ -134,7 +135,7 @@ def classes(teacher: Teacher, span: slice, log_q_TW: Tensor, temperature: float)
         log_q, log_p = log_q_TW, (z_TW if temperature == 1 else z_TW / temperature).log_softmax(-1)
         if teacher.log_mass_T is not None:
             log_p = log_p + teacher.log_mass_T[span].to(log_p.dtype)[:, None]
-    return log_q.clamp(min=FLOOR), log_p.clamp(min=FLOOR)
+    return log_q, log_p.clamp_(min=FLOOR)
 
 
 @torch.no_grad()
@@ -160,9 +161,10 @@ def walk_chunks(
         q_TW = log_q_TW.exp()
         sums, match_T, told = None, torch.zeros_like(top_T, dtype=torch.bool), None
         if job.teacher is not None:
-            told = classes(job.teacher, span, log_q_TW, job.temperature)
-            sums = sums_of(*told, job.used)
-            match_T = top_T == job.teacher.top_of(span, told[1])
+            log_q, log_p = classes(job.teacher, span, log_q_TW, job.temperature)
+            told = log_q, log_p, log_p.exp()
+            sums = sums_of(log_q, log_p, q_TW if log_q is log_q_TW else log_q.exp(), told[2], job.used)
+            match_T = top_T == job.teacher.top_of(span, log_p)
         entropy_T = -torch.linalg.vecdot(q_TW, log_q_TW)
         value_T, a = fold(job, sums, ce_T, entropy_T, label_T, None if weight_T is None else weight_T[span])
         accept_T = torch.zeros_like(ce_T) if sums is None else sums.accept_T
@@ -174,9 +176,15 @@ def walk_chunks(
 
 
 def slopes(
-    a: list[Tensor | None], q_TW: Tensor, log_q_TW: Tensor, told: tuple[Tensor, Tensor] | None, job: Job, span: slice
+    a: list[Tensor | None],
+    q_TW: Tensor,
+    log_q_TW: Tensor,
+    told: tuple[Tensor, Tensor, Tensor] | None,
+    job: Job,
+    span: slice,
 ) -> Tensor:
-    """[T, W] slopes by the logits: the formula of this file's head; a number that is None is 0. Writes over `q_TW`."""
+    """[T, W] slopes by the logits: the formula of this file's head; a number that is None is 0.
+    `told`: log q, log p and p of the classes. Writes over `q_TW`."""
 
     def factor(log_q: Tensor, log_p: Tensor) -> Tensor:
         """a1 r + a2 m + a3 [q < p]."""
@@ -189,13 +197,13 @@ def slopes(
     assert a[0] is not None
     bent = any(x is not None for x in a[1:4])
     if told is not None and isinstance(job.teacher, TopK):
-        log_q, log_p = told
+        log_q, log_p, p = told
         shift_TC = factor(log_q, log_p) if bent else torch.zeros_like(log_q)
         slope_TW = q_TW * (a[0] + shift_TC[:, -1])[:, None]
         slope_TK = log_q[:, :-1].exp() * (a[0][:, None] + shift_TC[:, :-1])
         if a[5] is not None:
             slope_TW.addcmul_(a[5][:, None], (log_q_TW + (log_p - log_q)[:, -1:]).exp_())
-            slope_TK.addcmul_(a[5][:, None], log_p[:, :-1].exp())
+            slope_TK.addcmul_(a[5][:, None], p[:, :-1])
         row, place = (job.teacher.ids_TK[span] >= 0).nonzero(as_tuple=True)
         slope_TW[row, job.teacher.ids_TK[span][row, place]] = slope_TK[row, place]
         if a[4] is not None:
@@ -204,12 +212,12 @@ def slopes(
         if a[4] is None and not (bent and told):
             slope_TW = q_TW.mul_(a[0][:, None])
         else:
-            inner_TW = factor(*told).add_(a[0][:, None]) if bent and told else a[0][:, None].expand_as(q_TW).clone()
+            inner_TW = factor(*told[:2]).add_(a[0][:, None]) if bent and told else a[0][:, None].expand_as(q_TW).clone()
             if a[4] is not None:
                 inner_TW.addcmul_(a[4][:, None], log_q_TW)
             slope_TW = q_TW.mul_(inner_TW)
         if a[5] is not None and told is not None:
-            slope_TW.addcmul_(a[5][:, None], told[1].exp())
+            slope_TW.addcmul_(a[5][:, None], told[2])
     if a[6] is not None and job.label_T is not None:
         slope_TW.scatter_add_(-1, job.label_T[span].clamp(min=0)[:, None], a[6][:, None])
     return slope_TW

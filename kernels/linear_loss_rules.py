@@ -173,9 +173,8 @@ class Sums:
     q_part_T: Tensor | None = None  # q (log q - log (p + q) / 2)
 
 
-def sums_of(log_q: Tensor, log_p: Tensor, used: set[str]) -> Sums:
-    """From log q and log p [T, C], both at least FLOOR."""
-    p, q = log_p.exp(), log_q.exp()
+def sums_of(log_q: Tensor, log_p: Tensor, q: Tensor, p: Tensor, used: set[str]) -> Sums:
+    """From log q, log p (both at least FLOOR), q and p [T, C]."""
     sums = Sums(p.sum(-1), torch.minimum(p, q).sum(-1))
     if used & {"tv", "l1", "neg_log_accept", "lk"}:
         sums.below_T = torch.where(q < p, q, 0).sum(-1)

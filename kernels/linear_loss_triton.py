@@ -260,7 +260,10 @@ def walk_kernels(
         numbers_FT[3] = teacher.log_rest_T(slice(None))
         log_q_TC = torch.cat([(ids_z_TK - log_z_T[:, None]).masked_fill(~inside_TK, floor), numbers_FT[2][:, None]], 1)
         log_p_TC = torch.cat([log_p_TK.float().masked_fill(~inside_TK, floor), numbers_FT[3][:, None]], 1)
-        sums, match_T = sums_of(log_q_TC, log_p_TC, job.used), top_T == teacher.top_of(slice(None), log_p_TC)
+        sums, match_T = (
+            sums_of(log_q_TC, log_p_TC, log_q_TC.exp(), log_p_TC.exp(), job.used),
+            top_T == teacher.top_of(slice(None), log_p_TC),
+        )
     elif teacher is not None:
         log_y_T = (other_ST + sum_ST.log()).logsumexp(0)
         mass_T = torch.ones_like(log_y_T)
