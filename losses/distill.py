@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.linear_loss_rules import LK_ETA, SMALLEST_ACCEPT
+
 Oov = Literal["renormalise", "mask", "tail"]
 OOV: tuple[Oov, ...] = ("renormalise", "mask", "tail")
-LK_ETA = 3.0  # LK losses, section 5: the best setting
 HASS_TOP_K = 10  # HASS, section 3.1
-SMALLEST_ACCEPT = 1e-8  # floor inside the logarithm; keeps a row without any overlap finite
 
 
 @dataclass

@@ -1,0 +1,261 @@
+"""What both forms of linear_loss.py share: teachers, sums of a row, and the numbers that its slopes are made of.
+
+Test: pytest tests/test_linear_loss.py
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LK_ETA = 3.0  # LK losses, section 5: the best setting
+SMALLEST_ACCEPT = 1e-8  # floor inside the logarithm; keeps a row without any overlap finite
+FLOOR = -1e4  # log of a probability of 0: its exponential is 0 in fp64, too, and 0 times it is 0
+NEEDS_LABEL = {"ce"}
+NEEDS_TEACHER = {"kl", "reverse_kl", "jsd", "tv", "l1", "neg_log_accept", "lk"}
+TERMS = ("ce", "entropy", "kl", "reverse_kl", "jsd", "tv", "l1", "neg_log_accept", "lk")
+
+
+@dataclass(frozen=True)
+class FromHidden:
+    """The teacher's states [T, D'] and head [W, D'] (draft ids), without gradients."""
+
+    hidden_TD: Tensor
+    weight_WD: Tensor
+    bias_W: Tensor | None = None
+    log_mass_T: Tensor | None = None
+    """Log of its mass inside the draft vocabulary, kept as it is; None = scaled to 1."""
+
+    def first(self) -> Tensor:
+        return self.hidden_TD
+
+    def width(self) -> int:
+        return len(self.weight_WD)
+
+    def top_of(self, span: slice, log_p_TC: Tensor) -> Tensor:
+        return log_p_TC.argmax(-1)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The teacher's logits or log-probabilities [T, W] of the draft vocabulary."""
+
+    logits_TW: Tensor
+    log_mass_T: Tensor | None = None
+    """As in `FromHidden`."""
+
+    def first(self) -> Tensor:
+        return self.logits_TW
+
+    def width(self) -> int:
+        return self.logits_TW.shape[1]
+
+    def top_of(self, span: slice, log_p_TC: Tensor) -> Tensor:
+        return log_p_TC.argmax(-1)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The teacher's K likeliest ids, in draft ids (-1 = outside: what it has there the drafter cannot match), the logs of
+    their true probabilities, and the mass [T] of the rest of the draft vocabulary (None = all that is left of 1)."""
+
+    ids_TK: Tensor
+    log_p_TK: Tensor
+    tail_T: Tensor | None = None
+
+    def first(self) -> Tensor:
+        return self.ids_TK
+
+    def mask(self, span: slice, width: int) -> Tensor:
+        """bool [T, W], the id is one of the K."""
+        ids_TK = self.ids_TK[span]
+        mask_TV = torch.zeros(len(ids_TK), width + 1, dtype=torch.bool, device=ids_TK.device)
+        return mask_TV.scatter_(-1, ids_TK.masked_fill(ids_TK < 0, width), True)[:, :width]
+
+    def log_rest_T(self, span: slice) -> Tensor:
+        tail_T = self.tail_T
+        if tail_T is None:
+            tail_T = 1 - self.log_p_TK.to(torch.promote_types(self.log_p_TK.dtype, torch.float32)).exp().sum(-1)
+        return tail_T[span].clamp(min=0).log().clamp(min=FLOOR)
+
+    def top_of(self, span: slice, log_p_TC: Tensor) -> Tensor:
+        ids_TK = self.ids_TK[span]
+        return ids_TK.gather(-1, self.log_p_TK[span].argmax(-1, keepdim=True))[:, 0]
+
+
+Teacher = FromHidden | Dense | TopK
+
+
+@dataclass
+class Grads:
+    """Sums of slopes by hidden [T, D], head [W, D] and bias [W], where wanted; those over rows in fp32 at least."""
+
+    each: list[Tensor | None]
+
+    @property
+    def wanted(self) -> list[bool]:
+        return [x is not None for x in self.each]
+
+    def add(self, span: slice, slope_TW: Tensor, hidden_TD: Tensor, weight_WD: Tensor) -> None:
+        by_hidden, by_weight, by_bias = self.each
+        if by_hidden is not None:
+            torch.mm(slope_TW, weight_WD, out=by_hidden[span])
+        if by_weight is not None:
+            if by_weight.dtype == slope_TW.dtype:
+                by_weight.addmm_(slope_TW.T, hidden_TD[span])
+            else:
+                by_weight += slope_TW.T @ hidden_TD[span]
+        if by_bias is not None:
+            by_bias += slope_TW.sum(0, dtype=by_bias.dtype)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of T rows."""
+
+    terms: tuple[tuple[float, str], ...]
+    teacher: Teacher | None
+    label_T: Tensor | None
+    temperature: float
+    chunk: int
+    wanted: tuple[bool, ...]  # gradients by hidden, head and bias
+
+    @property
+    def used(self) -> set[str]:
+        return {name for _, name in self.terms}
+
+    def floats(self) -> list[Tensor | None]:
+        """The teacher's tensors that a kernel reads."""
+        t = self.teacher
+        if isinstance(t, FromHidden):
+            return [t.hidden_TD, t.weight_WD, t.bias_W]
+        return [t.logits_TW] if isinstance(t, Dense) else [t.log_p_TK] if isinstance(t, TopK) else []
+
+    def new_grads(self, hidden_TD: Tensor, weight_WD: Tensor, bias_W: Tensor | None) -> Grads:
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        by_hidden, by_weight, by_bias = self.wanted
+        return Grads(
+            [
+                torch.empty_like(hidden_TD) if by_hidden else None,
+                torch.zeros_like(weight_WD, dtype=wide) if by_weight else None,
+                torch.zeros_like(bias_W, dtype=wide) if by_bias and bias_W is not None else None,
+            ]
+        )
+
+
+@dataclass
+class Walked:
+    """What a walk over all rows found; fields of `LinearLoss`, [T]."""
+
+    value_T: Tensor
+    ce_T: Tensor
+    entropy_T: Tensor
+    accept_T: Tensor
+    top_T: Tensor
+    match_T: Tensor
+    grads: Grads
+
+
+@dataclass
+class Sums:
+    """Of each row, over what the teacher tells apart. A sum that no term needs is None."""
+
+    mass_T: Tensor  # p
+    accept_T: Tensor  # min(p, q)
+    below_T: Tensor | None = None  # q where q < p
+    kl_T: Tensor | None = None  # p (log p - log q)
+    reverse_T: Tensor | None = None  # q (log q - log p)
+    p_part_T: Tensor | None = None  # p (log p - log (p + q) / 2)
+    q_part_T: Tensor | None = None  # q (log q - log (p + q) / 2)
+
+
+def sums_of(log_q: Tensor, log_p: Tensor, q: Tensor, p: Tensor, used: set[str]) -> Sums:
+    """From log q, log p (both at least FLOOR), q and p [T, C]."""
+    sums = Sums(p.sum(-1), torch.minimum(p, q).sum(-1))
+    if used & {"tv", "l1", "neg_log_accept", "lk"}:
+        sums.below_T = torch.where(q < p, q, 0).sum(-1)
+    if used & {"kl", "lk", "reverse_kl", "jsd"}:
+        r = log_q - log_p
+        if used & {"kl", "lk"}:
+            sums.kl_T = -torch.linalg.vecdot(p, r)
+        if "reverse_kl" in used:
+            sums.reverse_T = torch.linalg.vecdot(q, r)
+        if "jsd" in used:
+            m = F.logsigmoid(r).add_(math.log(2))
+            sums.q_part_T = torch.linalg.vecdot(q, m)
+            sums.p_part_T = torch.linalg.vecdot(p, m.sub_(r))
+    return sums
+
+
+def fold(
+    job: Job, sums: Sums | None, ce_T: Tensor, entropy_T: Tensor, label_T: Tensor | None, weight_T: Tensor | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Values [T], and the seven numbers of each row's slopes (None = 0), weighed and by logits before the temperature."""
+    value_T, a = torch.zeros_like(ce_T), [torch.zeros_like(ce_T), *[None] * 6]
+
+    def put(i: int, x_T: Tensor | float) -> None:
+        old = a[i]
+        a[i] = (torch.zeros_like(ce_T) if old is None else old) + x_T
+
+    def put_kl(c: Tensor | float) -> None:
+        assert sums is not None
+        put(0, c * sums.mass_T)
+        put(5, -c)
+
+    def put_accept(c: Tensor | float) -> None:
+        assert sums is not None and sums.below_T is not None
+        put(0, -c * sums.below_T)
+        put(3, c)
+
+    for factor, name in job.terms:
+        if name == "ce":
+            assert label_T is not None
+            inside_T = (label_T >= 0).to(ce_T.dtype)
+            value_T = value_T + factor * ce_T
+            put(0, factor * inside_T)
+            put(6, -factor * inside_T)
+            continue
+        if name == "entropy":
+            value_T = value_T + factor * entropy_T
+            put(0, -factor * entropy_T)
+            put(4, -factor)
+            continue
+        assert sums is not None
+        mass_T, accept_T = sums.mass_T, sums.accept_T
+        if name == "kl":
+            assert sums.kl_T is not None
+            value_T = value_T + factor * (sums.kl_T - torch.special.xlogy(mass_T, mass_T))
+            put_kl(factor)
+        elif name == "reverse_kl":
+            assert sums.reverse_T is not None
+            value_T = value_T + factor * sums.reverse_T
+            put(0, -factor * sums.reverse_T)
+            put(1, factor)
+        elif name == "jsd":
+            assert sums.q_part_T is not None and sums.p_part_T is not None
+            missing_T = (1 - mass_T) * math.log(2)
+            value_T = value_T + factor / 2 * (sums.p_part_T + sums.q_part_T + missing_T)
+            put(0, -factor / 2 * sums.q_part_T)
+            put(2, factor / 2)
+        elif name in ("tv", "l1"):
+            factor = 2 * factor if name == "l1" else factor
+            value_T = value_T + factor * (1 - accept_T)
+            put_accept(-factor)
+        elif name == "neg_log_accept":
+            value_T = value_T - factor * accept_T.clamp(min=SMALLEST_ACCEPT).log()
+            put_accept(torch.where(accept_T >= SMALLEST_ACCEPT, -factor / accept_T.clamp(min=SMALLEST_ACCEPT), 0))
+        else:
+            assert name == "lk" and sums.kl_T is not None
+            mix_T = torch.exp(-LK_ETA * accept_T)
+            kl_T = sums.kl_T - torch.special.xlogy(mass_T, mass_T)
+            value_T = value_T + factor * (mix_T * kl_T + (1 - mix_T) * (1 - accept_T))
+            put_kl(factor * mix_T)
+            put_accept(-factor * (1 - mix_T))
+    scale_T = torch.full_like(ce_T, 1 / job.temperature)
+    if weight_T is not None:
+        scale_T = scale_T * weight_T.to(scale_T.dtype)
+    return value_T, [None if x is None else x * scale_T for x in a]
