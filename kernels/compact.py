@@ -105,5 +105,5 @@ BUILDS = tuple(
         warps=1,
         aligned=_STRIDES,
     )
-    for width in (64, 80, 256)
+    for width in (80, 128)
 )

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -137,8 +137,8 @@ def tree_attention(
     by_path = paths_BMK is not None
     tiles, options = _tiles(q_BMHD.dtype, d, h // g, by_path)
     splits = -(-slots // SPLIT)
-    new = {"device": q_BMHD.device, "dtype": torch.float32}
-    acc, top, total = torch.empty(b, m, h, splits, d, **new), *torch.empty(2, b, m, h, splits, **new)
+    parts_of = partial(torch.empty, dtype=torch.float32, device=q_BMHD.device)
+    acc, (top, total) = parts_of(b, m, h, splits, d), parts_of(2, b, m, h, splits)
     reach = paths_BMK.shape[2] if paths_BMK is not None else tail
     parts = (acc, top, total, sight.lengths_B, m, reach, slots)
     _attend[(splits, -(-m // (tiles["BT"] // (h // g))), b * g)](
@@ -180,10 +180,8 @@ def _tiles(dtype: torch.dtype, width: int, groups: int, by_path: bool) -> tuple[
     bd = max(16, 1 << (width - 1).bit_length())
     narrow = by_path or dtype == torch.float32
     bt = max(16 if narrow else 64, 1 << (groups - 1).bit_length())
-    return {"BT": bt, "BN": 32 if bd > 128 else 64, "BD": bd}, {
-        "num_warps": 8 if bt * bd > 8192 else 4,
-        "num_stages": 2,
-    }
+    bn, warps = 32, 8 if bt * bd >= 4096 else 4
+    return {"BT": bt, "BN": bn, "BD": bd}, {"num_warps": warps, "num_stages": 2}
 
 
 @jit
@@ -271,10 +269,11 @@ def _attend(
         if not PATHS:  # noqa: SIM102 (decided when compiled)
             if lo + BN > n:
                 tail_N = in_N & (behind_N >= 0)
-                word_TN = (b * M + m_T)[:, None] * ((A + 63) // 64) + (behind_N // 64)[None, :]
-                word_TN = tl.load(bits + word_TN, has_T[:, None] & tail_N[None, :], 0)
-                see_TN = see_TN | (((word_TN >> (behind_N % 64).to(tl.int64)[None, :]) & 1) != 0)
-                depth_N = tl.where(tail_N, tl.load(depths + b * A + behind_N, tail_N, 0).to(tl.int32), behind_N)
+                to_N = tl.where(tail_N, behind_N, 0).to(tl.int64)
+                word_TN = bits + (b * M + m_T)[:, None] * ((A + 63) // 64) + (to_N // 64)[None, :]
+                word_TN = tl.load(word_TN, has_T[:, None] & tail_N[None, :], 0)
+                see_TN = see_TN | (((word_TN >> (to_N % 64)[None, :]) & 1) != 0)
+                depth_N = tl.where(tail_N, tl.load(depths + b * A + to_N, tail_N, 0).to(tl.int32), behind_N)
         if WINDOW:
             see_TN = see_TN & (depth_T[:, None] - depth_N[None, :] < window)
         at_N = slot_N.to(tl.int64)
@@ -342,38 +341,39 @@ def _merge(
     tl.store(out + at * D + d_D, out_D.to(out.dtype.element_ty), d_D < D)
 
 
-def _build(dtype: str, width: int, groups: int, window: bool, by_path: bool) -> Build:
-    tiles, options = _tiles(torch.float32 if dtype == "fp32" else torch.bfloat16, width, groups, by_path)
-    whole = ("M", "reach", "slots", "A", "offset", "window")
+def _build(dtype: torch.dtype, width: int, groups: int, window: bool, by_path: bool, **ones: int) -> Build:
+    """`ones`: sizes that are 1 are compiled in."""
+    tiles, options = _tiles(dtype, width, groups, by_path)
+    kind = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     strides = tuple(f"{x}_{axis}" for x, axes in (("q", "bmh"), ("k", "bgs"), ("v", "bgs")) for axis in axes)
-    types = dict.fromkeys(("q", "k", "v"), f"*{dtype}") | dict.fromkeys(("acc", "top", "total"), "*fp32")
-    types |= dict.fromkeys(("lengths", "bits", "depths"), "*i64") | dict.fromkeys(whole + strides, "i32")
-    constants = {"G": 8, "GROUPS": groups, "D": width, "WINDOW": window, "PATHS": by_path, "SPLIT": SPLIT}
-    if by_path:
-        types["paths"] = "*i64"
-    else:
-        constants["paths"] = None
+    types = dict.fromkeys(("q", "k", "v"), kind) | dict.fromkeys(("acc", "top", "total"), "*fp32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("lengths", "bits", "depths", *(["paths"] if by_path else [])), "*i64")
+    types |= dict.fromkeys({"M", "reach", "slots", "A", "offset", "window", *strides} - set(ones), "i32")
+    constants = {"G": 8, "GROUPS": groups, "D": width, "WINDOW": window, "PATHS": by_path, "SPLIT": SPLIT} | ones
     return Build(
         _attend,
-        types | {"scale": "fp32"},
-        constants | tiles,
+        types,
+        constants | ({} if by_path else {"paths": None}) | tiles,
         warps=options["num_warps"],
         stages=options["num_stages"],
-        dots=dtype != "fp32",
+        dots=dtype != torch.float32,
         aligned=strides,
     )
 
 
+_PLAIN = {"M": 1, "reach": 1, "A": 1}  # one token per request
 BUILDS = (
-    *(_build("bf16", *rest) for rest in product((64, 128, 256), (3,), (False,), (False, True))),
-    _build("fp16", 128, 8, True, False),
-    _build("bf16", 80, 8, True, True),
-    _build("fp32", 64, 3, False, False),
+    _build(torch.bfloat16, 64, 3, False, False),
+    _build(torch.bfloat16, 128, 3, True, False),
+    _build(torch.bfloat16, 256, 3, False, False),
+    _build(torch.float16, 80, 8, True, True),
+    _build(torch.bfloat16, 256, 3, False, True, **_PLAIN),
+    _build(torch.float32, 64, 3, False, False, **_PLAIN),
     Build(
         _merge,
-        {"out": "*bf16"}
+        {"out": "*bf16", "lengths": "*i64"}
         | dict.fromkeys(("acc", "top", "total"), "*fp32")
-        | {"lengths": "*i64", "M": "i32", "reach": "i32", "slots": "i32"},
+        | dict.fromkeys(("M", "reach", "slots"), "i32"),
         {"H": 24, "D": 128, "SPLIT": SPLIT, "BD": 128},
         warps=1,
     ),

@@ -30,6 +30,8 @@ from .rng import draw
 
 RULES = ("target_only", "ratio", "sample_match")
 
+_BLOCK, _WARPS = 1024, 4  # ids that are looked at together, and the warps that do it
+
 
 @dataclass
 class Coins:
@@ -179,9 +181,9 @@ def verify(rule: str, logits_BMV: Tensor, temperature_B: Tensor, candidates: Can
         *logits_BMV.stride()[:2],
         RULE=RULES.index(rule),
         WIDE=logits_BMV.dtype == torch.float64,
-        BV=4096,
+        BV=_BLOCK,
         BN=max(16, 1 << max(n - 1, 0).bit_length()),
-        num_warps=8,
+        num_warps=_WARPS,
     )
     return Choice(path_BL, counts_B, stop_B, token_B, tested_B.bool())
 
@@ -277,12 +279,14 @@ def _draw(
             row, q_row, columns, tokens, at_V, below_N, index_N, top, total, best, heat, cold, V, N, rest, drawn,
             RATIO, WIDE,
         )  # fmt: skip
-        sums_V = before + tl.cumsum(w_V, 0).to(tl.float64)
-        first = tl.min(tl.where((sums_V > u * mass) & (w_V > 0), at_V, V), 0)
+        # What is still to be exceeded, in the masses' own type: half the registers of sums in float64.
+        goal = (u * mass - before).to(w_V.dtype)
+        sums_V = tl.cumsum(w_V, 0)
+        first = tl.min(tl.where((sums_V > goal) & (w_V > 0), at_V, V), 0)
         found = tl.where(first < V, first, found)
         end = tl.max(tl.where(w_V > 0, at_V, -1), 0)
         last = tl.where(end >= 0, end, last)
-        before = tl.max(sums_V, 0)
+        before += tl.max(sums_V, 0).to(tl.float64)
         lo += BV
     return tl.where(found >= 0, found, last)
 
@@ -404,30 +408,20 @@ def _walk(
     tl.store(tested + b, rejected.to(tl.int64))
 
 
-def _build(rule: str, logits: str, mapped: bool, nodes: int) -> Build:
-    ratio = rule == "ratio"
-    types = {"logits": f"*{logits}"} | dict.fromkeys(("temperature", "accept", "residual", "target"), "*fp64")
+def _build(rule: str, logits: str, nodes: int, mapped: bool = False, **ones: int) -> Build:
+    """`ones`: sizes that are 1 are compiled in."""
+    given = {"q": "*fp32"} if rule == "ratio" else {}
+    given |= {"columns": "*i64", "sampled": "*i64"} if mapped else {}
+    types = {"logits": logits} | dict.fromkeys(("temperature", "accept", "residual", "target"), "*fp64") | given
     types |= dict.fromkeys(("tokens", "parents", "path", "counts", "stop", "token", "tested"), "*i64")
-    types |= dict.fromkeys(("V", "N", "L", "W", "logits_b", "logits_m"), "i32")
-    absent = {
-        name: kind
-        for name, kind, given in (("q", "*fp32", ratio), ("columns", "*i64", mapped), ("sampled", "*i64", mapped))
-        if not given
-    }
-    types |= {"q": "*fp32", "columns": "*i64", "sampled": "*i64"}
-    return Build(
-        _walk,
-        {name: kind for name, kind in types.items() if name not in absent},
-        dict.fromkeys(absent) | {"RULE": RULES.index(rule), "WIDE": logits == "fp64", "BV": 4096, "BN": nodes},
-        warps=8,
-    )
+    types |= dict.fromkeys({"V", "N", "L", "W", "logits_b", "logits_m"} - set(ones), "i32")
+    constants = dict.fromkeys({"q", "columns", "sampled"} - set(given)) | {"RULE": RULES.index(rule)} | ones
+    return Build(_walk, types, constants | {"WIDE": logits == "*fp64", "BV": _BLOCK, "BN": nodes}, warps=_WARPS)
 
 
 BUILDS = (
-    _build("target_only", "bf16", False, 64),
-    _build("target_only", "fp32", False, 16),
-    _build("ratio", "fp32", False, 16),
-    _build("ratio", "bf16", True, 16),
-    _build("sample_match", "fp32", False, 64),
-    _build("target_only", "fp64", False, 16),
+    _build("target_only", "*bf16", 64),
+    _build("target_only", "*fp64", 16),
+    _build("ratio", "*fp32", 16, mapped=True, N=1, L=1),
+    _build("sample_match", "*fp32", 64),
 )
