@@ -30,7 +30,7 @@ from .rng import draw
 
 RULES = ("target_only", "ratio", "sample_match")
 
-_BLOCK, _WARPS = 1024, 4  # ids that are looked at together, and the warps that do it
+_BLOCK, _WARPS = 1024, 8  # ids that are looked at together, and the warps that do it
 
 
 @dataclass

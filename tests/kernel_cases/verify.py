@@ -60,7 +60,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield compared("7 nodes", rule, *tree_of(12, 7, 41, dtype))
         yield compared("an anchor alone", rule, *tree_of(4, 0, 5, dtype))
         yield compared("64 nodes", rule, *tree_of(2, 64, 11, dtype))
-    yield compared("a vocabulary of two blocks, float64", "target_only", *tree_of(4, 5, 5000, torch.float64))
+    yield compared("a vocabulary of five blocks, float64", "target_only", *tree_of(4, 5, 5000, torch.float64))
     logits_BMV, heat_B, tree = tree_of(5, 6, 33, dtype)
     yield compared("no deeper than 1", "target_only", logits_BMV, heat_B, replace(tree, depth=1))
     wide = torch.randn(4, 9, 46).to(dtype)[:, ::2, 3:36]
