@@ -23,6 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..kernels.verify import Choice as Choice
+from ..kernels.verify import Coins as Coins
 from ..losses.probs import draw
 from ..models.tree import Proposal, Tree
 
@@ -37,29 +39,6 @@ class Odds:
     stop_BMV: Tensor | None = None
     top_BM: Tensor | None = None
     target_BMV: Tensor | None = None
-
-
-@dataclass
-class Coins:
-    """Uniforms in [0, 1). `target_BM` belongs to the position of the token after node m, whatever the round;
-    `accept_BN` and `residual_BM` are fresh in every round."""
-
-    accept_BN: Tensor
-    residual_BM: Tensor
-    target_BM: Tensor
-
-
-@dataclass
-class Choice:
-    """`path_BL`: accepted nodes (j + 1 = node j, ascending), the first `counts_B` of each row; the rest is 0.
-    `stop_B`: the last accepted node (0 = anchor). `token_B`: the token that follows. `tested_B`: the walk stopped at a
-    node that had children, all of which were rejected."""
-
-    path_BL: Tensor
-    counts_B: Tensor
-    stop_B: Tensor
-    token_B: Tensor
-    tested_B: Tensor
 
 
 @dataclass(frozen=True)

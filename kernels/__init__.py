@@ -30,4 +30,7 @@ class Kernel:
 
 KERNELS: dict[str, Kernel] = {
     "linear_loss": Kernel("linear_loss", wrapper="linear_loss", reference="reference"),
+    "tree_attention": Kernel("tree_attention", wrapper="tree_attention", reference="reference"),
+    "verify": Kernel("verify", wrapper="verify", reference="reference"),
+    "compact": Kernel("compact", wrapper="compact", reference="reference"),
 }

@@ -57,6 +57,15 @@ def uniform(
     return ((x0 << 20) | (x1 >> 12)).double() * 2.0**-52
 
 
+def draw(p_RV: Tensor, u_R: Tensor) -> Tensor:
+    """int64 [R] inverse-CDF draw: the first token whose cumulated mass exceeds u * total. p need not sum to 1; a token
+    of probability 0 is never drawn."""
+    cdf_RV = p_RV.double().cumsum(-1)
+    return torch.searchsorted(cdf_RV, (u_R.double() * cdf_RV[:, -1])[:, None], right=True)[:, 0].clamp(
+        max=p_RV.shape[1] - 1
+    )
+
+
 def signed(value: int) -> int:
     """The int64 whose bits are the low 64 bits of `value`."""
     value &= 0xFFFFFFFFFFFFFFFF

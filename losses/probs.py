@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from ..kernels.rng import draw as draw
+
 _NEVER = float("-inf")
 
 
@@ -248,12 +250,3 @@ def _truncate(x_RV: Tensor, rows: ParamRows, window: int = 256) -> Tensor:
         room_R1 = (equal_RV.sum(-1) - surplus_R)[:, None]
         keep_RV = (x_RV > edge_R1) | (equal_RV & (equal_RV.cumsum(-1) <= room_R1))
     return torch.where(keep_RV | ~on_R[:, None], x_RV, _NEVER)
-
-
-def draw(p_RV: Tensor, u_R: Tensor) -> Tensor:
-    """int64 [R] inverse-CDF draw: the first token whose cumulated mass exceeds u * total. p need not sum to 1; a token
-    of probability 0 is never drawn."""
-    cdf_RV = p_RV.double().cumsum(-1)
-    return torch.searchsorted(cdf_RV, (u_R.double() * cdf_RV[:, -1])[:, None], right=True)[:, 0].clamp(
-        max=p_RV.shape[1] - 1
-    )

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from transformers import Cache as HFCache
 
+from ..kernels.compact import compact
+
 
 class Cache(HFCache):
     """Keys and values of `rows` sequences, `slots` tokens each, for `layers` attention layers.
@@ -187,14 +189,7 @@ class Cache(HFCache):
     def compact(self, path_BL: Tensor, counts_B: Tensor) -> None:
         """Keep a path through the appended tail: token `path_BL[b, j]` of it (0 = first appended, ascending) becomes
         the j-th committed one, for j < counts_B[b]; entries beyond are not read."""
-        steps_L = self._slots_S[: path_BL.shape[1]]
-        to_BL = (self.lengths_B[:, None] + steps_L).clamp(max=self.slots - 1)
-        from_BL = torch.where(steps_L < counts_B[:, None], self.lengths_B[:, None] + path_BL, to_BL)
-        shape = (*self.kv.shape[:4], path_BL.shape[1], self.kv.shape[5])
-        moved = self.kv.gather(4, from_BL[:, None, :, None].expand(shape))
-        self.kv.scatter_(4, to_BL[:, None, :, None].expand(shape), moved)
-        self.positions_BS.scatter_(1, to_BL, self.positions_BS.gather(1, from_BL))
-        self.lengths_B += counts_B
+        compact(self.kv, self.lengths_B, path_BL, counts_B, self.positions_BS)
 
     def truncate(self, lengths_B: Tensor) -> None:
         """Roll back to `lengths_B` committed slots per row. Raises ValueError if a row is shorter than that."""

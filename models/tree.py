@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.tree_attention import pack
+
 
 @dataclass
 class Proposal:
@@ -110,13 +112,7 @@ class Tree:
 
     def ancestors(self) -> Tensor:
         """int64 [B, M, ceil(M / 64)]: `visible` packed, bit j % 64 of word j // 64."""
-        see_BMM = self.visible()
-        b, m, _ = see_BMM.shape
-        words = -(-m // 64)
-        bits = torch.zeros(b, m, words * 64, dtype=torch.int64, device=see_BMM.device)
-        bits[..., :m] = see_BMM.long()
-        shifts = torch.arange(64, device=see_BMM.device)
-        return (bits.view(b, m, words, 64) << shifts).sum(-1)
+        return pack(self.visible())
 
     def sibling_ranks(self) -> Tensor:
         """int64 [B, N]: how many valid nodes before this one have the same parent."""
