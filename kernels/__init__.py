@@ -1,1 +1,33 @@
-"""Fused operators and counter-based random numbers. Each file: plain PyTorch, and a kernel where one pays."""
+"""Fused operators and counter-based random numbers. Each file: plain PyTorch, and a kernel where one pays.
+
+To add a kernel: a file here, a line in `KERNELS`, its cases in tests/kernel_cases/. Test: pytest tests/test_kernels.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Where a kernel's parts are; nothing is imported before it is asked for."""
+
+    file: str
+    """kernels/<file>.py, the home of the names below."""
+    wrapper: str
+    """The public function: picks the form per call."""
+    reference: str
+    """Plain PyTorch, the definition."""
+    builds: str = "BUILDS"
+    """Tuple of `jit.Build`: what is compiled ahead of time."""
+
+    def load(self, name: str) -> Any:
+        """One of the names: `entry.load(entry.wrapper)`."""
+        return getattr(import_module(f".{self.file}", __name__), name)
+
+
+KERNELS: dict[str, Kernel] = {
+    "linear_loss": Kernel("linear_loss", wrapper="linear_loss", reference="reference"),
+}

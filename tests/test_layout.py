@@ -43,6 +43,7 @@ TABLES = {
     "TASKS": "data.tasks",
     "FAMILIES": "models.families",
     "PRESETS": "models.diffusion",
+    "KERNELS": "kernels",
 }
 
 
