@@ -30,4 +30,10 @@ class Kernel:
 
 KERNELS: dict[str, Kernel] = {
     "linear_loss": Kernel("linear_loss", wrapper="linear_loss", reference="reference"),
+    "unmask": Kernel("unmask", wrapper="unmask", reference="unmask_reference"),
+    "topk": Kernel("topk", wrapper="topk", reference="topk_reference"),
+    "norm": Kernel("norm", wrapper="add_norm", reference="add_norm_reference"),
+    "rope": Kernel("rope", wrapper="rope_write", reference="rope_write_reference"),
+    "swiglu": Kernel("swiglu", wrapper="swiglu", reference="swiglu_reference"),
+    "medusa_heads": Kernel("medusa_heads", wrapper="medusa_heads", reference="medusa_heads_reference"),
 }
