@@ -91,6 +91,7 @@ class Medusa(nn.Module):
     taps: tuple[int, ...] = ()
     d2t_W: Tensor | None
     t2d_V: Tensor | None
+    blocks: Any  # nn.ModuleList of Blocks
 
     def __init__(self, config: MedusaConfig, facts: TargetFacts, draft_ids: Tensor | None = None) -> None:
         super().__init__()
