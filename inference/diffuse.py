@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..kernels.unmask import Statistics
 from ..losses.probs import History, ParamRows, SamplingParams
 from ..models.denoiser import Denoiser
 from .branches import FreeDave, Lopa, SelfVerify, rival_fills, surest
@@ -214,7 +215,7 @@ class _Batch:
             at_B1 = window.row_of(canvas.start_B[:, None] - 1)
             rows_B = torch.arange(len(at_B1), device=self.device)
             hidden_B1D = hidden_BGTD[rows_B, 0][rows_B[:, None], at_B1.clamp(min=0)]
-            _, token_B1, _ = self._candidates(hidden_B1D, canvas.start_B[:, None])
+            token_B1 = self._candidates(hidden_B1D, canvas.start_B[:, None])[1]
             canvas.put(canvas.start_B[:, None], token_B1, free_B[:, None])
         working_B = window.runs_B & ~window.kv_B
         if bool(working_B.any()):
@@ -271,7 +272,7 @@ class _Batch:
         scaled_BTD = mixed_BTD * norm_BT1 / mixed_BTD.norm(dim=-1, keepdim=True).clamp(min=1e-12)
         return torch.where(p_BT1 > 0, scaled_BTD, own_BTD)
 
-    def _candidates(self, hidden_BCD: Tensor, place_BC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _candidates(self, hidden_BCD: Tensor, place_BC: Tensor) -> tuple[Tensor, Tensor, Tensor, Statistics]:
         return candidates(self.denoiser, hidden_BCD, place_BC, self.params, self.seeds_B, self._history(place_BC))
 
     def _history(self, place_BC: Tensor) -> History:
@@ -316,13 +317,13 @@ class _Batch:
         """Look at the canvas through one pass's hidden states, choose, write."""
         canvas, strategy = self.canvas, self.strategy
         place_BC = canvas.places()
-        logits_BCV, best_BC, confidence_BC = self._candidates(hidden_BCD, place_BC)
+        logits_BCV, best_BC, confidence_BC, found = self._candidates(hidden_BCD, place_BC)
         ends_BC = canvas.stops_BV.gather(1, best_BC)
         step = canvas.look(said_BC & working_B[:, None], logits_BCV, best_BC, confidence_BC, ends_BC, self.memory)
         if isinstance(strategy.schedule, AdaBlock):
             canvas.cut(torch.where(working_B, strategy.schedule.cut(step), 0))
             step = canvas.look(said_BC & working_B[:, None], logits_BCV, best_BC, confidence_BC, ends_BC, self.memory)
-        step.hidden_BCD = hidden_BCD
+        step.hidden_BCD, step.found = hidden_BCD, found
         old = dict(self.memory)
         score_BC, chosen_BC = self._choose(step)
         self._restore(old, working_B)
@@ -431,4 +432,4 @@ def _merge(old: Step, new: Step, rows_B: Tensor) -> Step:
         a, b = getattr(old, part.name), getattr(new, part.name)
         if isinstance(a, Tensor):
             parts[part.name] = torch.where(rows_B.view(-1, *[1] * (a.dim() - 1)), b, a)
-    return replace(old, **parts)
+    return replace(old, found=None, **parts)

@@ -103,7 +103,7 @@ class SelfVerifying:
         history = History(self.denoiser.facts.tokens)
         if bool((self.least_B1 > 0).any()):
             history.banned_RV = too_early(place_BX, self.prompt_B, self.least_B1, self.stops_BV)
-        return candidates(self.denoiser, hidden_BXD, place_BX, self.params, self.seeds_B, history)[1:]
+        return candidates(self.denoiser, hidden_BXD, place_BX, self.params, self.seeds_B, history)[1:3]
 
     def _draft(self, live_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Candidates [B, K] of the places behind what is known, K = block, their probabilities, and how many of them the

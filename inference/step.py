@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..kernels import rng
+from ..kernels.unmask import Statistics, statistics
 from ..losses.probs import History, ParamRows, adjust, draw, probs
 from ..models.denoiser import Denoiser
 
@@ -39,6 +40,7 @@ class Step:
     total_B: Tensor  # int64, places of the answer
     memory: dict[str, Tensor] = field(default_factory=dict)  # [B, C, ...], kept from pass to pass, zeros at first
     hidden_BCD: Tensor | None = None  # last hidden states that the logits were computed from
+    found: Statistics | None = None  # of the logits, as far as they are known
 
     @cached_property
     def probs_BCV(self) -> Tensor:
@@ -46,9 +48,14 @@ class Step:
         return self.logits_BCV.softmax(-1)
 
     @cached_property
+    def said(self) -> Statistics:
+        """Of the logits: entropy, distance of the second token; of the likeliest, which sampled candidates need not be."""
+        return self.found or statistics(self.logits_BCV)
+
+    @property
     def entropy_BC(self) -> Tensor:
         """Entropy in nats."""
-        return torch.special.entr(self.probs_BCV).sum(-1)
+        return self.said.entropy
 
     def recall(self, name: str, like: Tensor) -> Tensor:
         """What was kept under a name; zeros the first time."""
@@ -105,21 +112,21 @@ def leads(score_BC: Tensor, run_BC: Tensor) -> tuple[Tensor, Tensor]:
 
 def candidates(
     denoiser: Denoiser, hidden_BCD: Tensor, place_BC: Tensor, params: ParamRows, seeds_B: Tensor, history: History
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Adjusted logits [B, C, V], the candidate of every place and its probability. A place keeps its uniform number
-    from pass to pass (that of plain sampling), so that candidates change only as the distribution does."""
+) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+    """Adjusted logits [B, C, V], the candidate of every place, its probability, and what else the logits say. A place
+    keeps its uniform number from pass to pass (that of plain sampling), so that candidates change only as the
+    distribution does."""
     b, c = place_BC.shape
     x_BCV = denoiser.head(hidden_BCD)
     x_BCV = x_BCV if x_BCV.dtype == torch.float64 else x_BCV.float()
     rows = params.repeat(c)
-    x_RV = adjust(x_BCV.flatten(0, 1), rows, history)
-    if params.hot:
-        u_BC = rng.uniform(seeds_B[:, None], rng.TARGET, place_BC)
-        token_R = draw(probs(x_RV, rows), u_BC.flatten())
-    else:
-        token_R = x_RV.argmax(-1)
-    confidence_R = (x_RV.gather(1, token_R[:, None])[:, 0] - x_RV.logsumexp(-1)).exp()
-    return x_RV.view(b, c, -1), token_R.view(b, c), confidence_R.view(b, c)
+    x_BCV = adjust(x_BCV.flatten(0, 1), rows, history).view(b, c, -1)
+    found = statistics(x_BCV)
+    if not params.hot:
+        return x_BCV, found.best, found.confidence, found
+    u_BC = rng.uniform(seeds_B[:, None], rng.TARGET, place_BC)
+    token_BC = draw(probs(x_BCV.flatten(0, 1), rows), u_BC.flatten()).view(b, c)
+    return x_BCV, token_BC, (x_BCV.gather(2, token_BC[..., None])[..., 0] - found.lse).exp(), found
 
 
 def too_early(place_BC: Tensor, prompt_B: Tensor, least_B1: Tensor, stops_BV: Tensor) -> Tensor:

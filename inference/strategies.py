@@ -60,8 +60,7 @@ class Margin:
     """Difference of the two largest probabilities (Kim et al. 2502.06768, top-k probability margin; Dream)."""
 
     def __call__(self, step: Step) -> Tensor:
-        top_BC2 = step.probs_BCV.topk(2, -1).values
-        return top_BC2[..., 0] - top_BC2[..., 1]
+        return step.said.margin
 
 
 @dataclass(frozen=True)
@@ -220,8 +219,7 @@ class Prophet:
     """In the last (Prophet)."""
 
     def __call__(self, step: Step) -> Tensor:
-        top_BC2 = step.logits_BCV.topk(2, -1).values
-        gap_BC = (top_BC2[..., 0] - top_BC2[..., 1]).masked_fill(~step.open_BC, 0)
+        gap_BC = step.said.gap.masked_fill(~step.open_BC, 0)
         mean_B = gap_BC.sum(1) / step.open_BC.sum(1).clamp(min=1)
         done_B = 1 - step.left_B / step.total_B.clamp(min=1)
         bound_B = torch.where(done_B < 1 / 3, self.early, torch.where(done_B < 2 / 3, self.middle, self.late))

@@ -33,4 +33,10 @@ KERNELS: dict[str, Kernel] = {
     "tree_attention": Kernel("tree_attention", wrapper="tree_attention", reference="reference"),
     "verify": Kernel("verify", wrapper="verify", reference="reference"),
     "compact": Kernel("compact", wrapper="compact", reference="reference"),
+    "unmask": Kernel("unmask", wrapper="unmask", reference="unmask_reference"),
+    "topk": Kernel("topk", wrapper="topk", reference="topk_reference"),
+    "norm": Kernel("norm", wrapper="add_norm", reference="add_norm_reference"),
+    "rope": Kernel("rope", wrapper="rope_write", reference="rope_write_reference"),
+    "swiglu": Kernel("swiglu", wrapper="swiglu", reference="swiglu_reference"),
+    "medusa_heads": Kernel("medusa_heads", wrapper="medusa_heads", reference="medusa_heads_reference"),
 }

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.medusa_heads import medusa_heads
 from ..losses.distill import Oov
 from ..losses.objective import parse_objective
 from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
@@ -67,9 +68,17 @@ class Blocks(nn.Module):
         self.layers = nn.ModuleList(linears)
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        for layer in self.layers:
+        return self.rest(x_XD, 0)
+
+    def rest(self, x_XD: Tensor, first: int = 1) -> Tensor:
+        """The blocks from number `first` on."""
+        for layer in list(self.layers)[first:]:
             x_XD = x_XD + F.silu(layer(x_XD))
         return x_XD
+
+
+Stacked = tuple[Tensor, Tensor]
+"""Weights [K, D, D] and biases [K, D] of all heads' first blocks."""
 
 
 class Medusa(nn.Module):
@@ -82,6 +91,7 @@ class Medusa(nn.Module):
     taps: tuple[int, ...] = ()
     d2t_W: Tensor | None
     t2d_V: Tensor | None
+    blocks: Any  # nn.ModuleList of Blocks
 
     def __init__(self, config: MedusaConfig, facts: TargetFacts, draft_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -134,20 +144,30 @@ class Medusa(nn.Module):
 
     # Drafting
 
-    def init(self, prefill: Prefill) -> None:
-        """Heads keep nothing between drafts."""
+    def init(self, prefill: Prefill) -> Stacked:
+        """All heads' first blocks as one: they read the same state. Taken anew for every batch of requests."""
+        first = [blocks.layers[0] for blocks in self.blocks]
+        return torch.stack([x.weight.detach() for x in first]), torch.stack([x.bias.detach() for x in first])
 
-    def start(self, state: None, commit: Commit) -> tuple[None, Level]:
+    def start(self, state: Stacked, commit: Commit) -> tuple[Stacked, Level]:
         """The levels of all depths, from the newest committed state."""
         assert commit.last_hidden_BTD is not None
         state_BD = newest(commit, commit.last_hidden_BTD)
-        logits_BKW = torch.stack([self.predict(k, state_BD, self.target_head) for k in range(self.config.heads)], dim=1)
+        hidden_BKD = medusa_heads(state_BD.to(state[0].dtype), *state)
+        if self.config.layers > 1:
+            rest = [blocks.rest(hidden_BKD[:, k]) for k, blocks in enumerate(self.blocks)]
+            hidden_BKD = torch.stack(rest, dim=1)
+        if self.config.head == "own":
+            logits_BKW = torch.stack([head(hidden_BKD[:, k]) for k, head in enumerate(self.lm_heads)], dim=1)
+        else:  # the head's weights are read once for all depths
+            logits_BKW = self.target_head(hidden_BKD.flatten(0, 1), self.d2t_W).unflatten(0, (-1, self.config.heads))
         valid_BK = (commit.counts_B > 0)[:, None].expand(-1, self.config.heads)
         return state, make_level(logits_BKW, valid_BK, self.d2t_W, self.facts.tokens)
 
-    def extend(self, state: None, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[None, Level]:
+    def extend(self, state: Stacked, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[Stacked, Level]:
         """Never asked for: every depth comes from `start`."""
         raise ValueError(f"medusa has {self.config.heads} heads and gives all their levels at once: draft no deeper")
 
-    def reset(self, state: None, rows: Tensor) -> None:
+    def reset(self, state: Stacked, rows: Tensor) -> Stacked:
         """Nothing to forget."""
+        return state

@@ -1,0 +1,37 @@
+"""Cases of kernels/norm.py for kernel_proof.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from kernel_proof import Case
+
+from draftsmith.kernels.norm import add_norm, add_norm_reference
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    torch.manual_seed(0)
+    for shape in ((5, 33), (1, 64), (0, 32), (2, 3, 48)):
+        x, other, weight_D = (
+            torch.randn(shape).to(dtype),
+            torch.randn(shape).to(dtype),
+            torch.randn(shape[-1]).to(dtype),
+        )
+        for residual in (None, other):
+            yield Case(
+                f"{shape}{'' if residual is None else ' and a residual'}",
+                lambda x=x, w=weight_D, r=residual: tuple(add_norm(x, w, 1e-5, r)),
+                lambda x=x, w=weight_D, r=residual: tuple(add_norm_reference(x, w, 1e-5, r)),
+                atol=2e-6 if dtype == torch.float32 else 8e-3,  # an ulp of 4 to 8 (fp16): rounding to the other side
+            )
+    tiny_MD = torch.full((2, 40), 1e-4).to(dtype)  # squares of 1e-8, beneath eps and fp16's smallest
+    wide_MD = torch.randn(40, 3).to(dtype).T  # columns apart
+    for name, x in (("small next to eps", tiny_MD), ("columns apart", wide_MD)):
+        one_D = torch.ones(40, dtype=dtype)
+        yield Case(
+            name,
+            lambda x=x, w=one_D: tuple(add_norm(x, w, 1e-6)),
+            lambda x=x, w=one_D: tuple(add_norm_reference(x, w, 1e-6)),
+            atol=1e-6 if dtype == torch.float32 else 2e-3,
+        )
