@@ -43,6 +43,9 @@ class AdapterConfig:
     """Adapters are scaled by alpha / rank (dParallel for Dream, D2F: 32)."""
     dropout: float = 0.0
     """Dropout before the adapters, in training (dParallel: 0)."""
+    strength: float = 1.0
+    """Share of the adapters' difference that counts outside training: in held-out figures, probes and the export. Below 1
+    the model stays nearer to the one it was (interpolated weights: Wortsman et al., arXiv:2109.01903, section 3)."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Last names of the projections that get an adapter; every one must occur (dParallel's list)."""
     mask: Literal["none", "reserved", "trained", "new"] = "trained"
@@ -57,6 +60,10 @@ class AdapterConfig:
             raise ValueError(
                 f"adapters: rank and alpha must be positive, dropout in [0, 1); got {self.rank}, {self.alpha}, "
                 f"{self.dropout}"
+            )
+        if not 0 < self.strength <= 1 or (self.strength < 1 and self.kind != "lora"):
+            raise ValueError(
+                f"adapters.strength = {self.strength} with kind={self.kind}: it is a share in (0, 1], and below 1 it needs kind=lora"
             )
         if self.kind == "lora" and not self.targets:
             raise ValueError("adapters.targets is empty: name at least one projection, for example q_proj")
@@ -185,10 +192,21 @@ class Adapters:
             self._switch(before)
 
     def train(self, mode: bool = True) -> None:
-        """Dropout on or off; the target itself always evaluates."""
+        """Dropout on and adapters in full, or off and as `strength` says; the target itself always evaluates."""
         self.training = mode
         for layer in self.layers.values():
             layer.lora_dropout.train(mode)
+            layer.scaling[ADAPTER] = self.scale if mode else self.scale * self.config.strength
+
+    @property
+    def differs_in_training(self) -> bool:
+        """Whether passes in training are others than outside."""
+        return self.config.dropout > 0 or self.config.strength < 1
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' product is multiplied by in training."""
+        return self.config.alpha / self.config.rank
 
     @property
     def head_learns(self) -> bool:
@@ -237,7 +255,8 @@ class Adapters:
             weight = state[f"{name}.weight"]
             a_rD, b_Dr = (part[ADAPTER].weight for part in (layer.lora_A, layer.lora_B))
             wide = torch.promote_types(weight.dtype, torch.float32)
-            weight.copy_(weight.to(wide) + (b_Dr.to(wide) @ a_rD.to(wide)) * layer.scaling[ADAPTER])
+            difference = (b_Dr.to(wide) @ a_rD.to(wide)) * (self.scale * self.config.strength)
+            weight.copy_(weight.to(wide) + difference)
         if self.mask_row is not None:
             scale = float(getattr(self.embedding, "embed_scale", 1.0))  # families that scale what they look up
             (embed,) = (n for n, module in self.target.model.named_modules() if module is self.embedding)

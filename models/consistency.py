@@ -245,7 +245,7 @@ class Consistency(nn.Module):
         dropping = self.adapters.training
         self.adapters.train(False)
         with self.adapters.view("noisy"):
-            if dropping and self.adapters.config.dropout:
+            if dropping and self.adapters.differs_in_training:
                 cache, _ = clean_pass(self.target.forward, blocks.text, SIGHT)
             walk, states = Walk(self.target, blocks, cache=cache), [self.first_states(blocks)]
             for _ in range(self.config.passes):

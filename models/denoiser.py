@@ -145,8 +145,10 @@ class TargetDenoiser:
         see_BTA: Tensor | None = None,
         view: View = "noisy",
     ) -> Tensor:
-        if self.adapters is not None and self.adapters.training and self.adapters.config.dropout:
-            raise ValueError("the adapters drop out, as in training: call adapters.train(False) before decoding")
+        if self.adapters is not None and self.adapters.training and self.adapters.differs_in_training:
+            raise ValueError(
+                "the adapters are as in training (dropout, strength): call adapters.train(False) before decoding"
+            )
         with self._view(view):
             return self.target.forward(canvas, positions_BT, cache=cache, see_BTA=see_BTA).last_hidden_BTD
 

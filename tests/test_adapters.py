@@ -129,6 +129,33 @@ def test_merged_weights_give_the_adapters_logits(family: str, mask: Any, tied: b
     assert torch.equal(logits_of(target, IDS_BT), logits_of(small(family=family, tied=tied), IDS_BT))  # as it was
 
 
+def test_strength_counts_outside_training() -> None:
+    """In training the whole difference, outside the share of it, in the merge too; what is refused."""
+    hidden = {}
+    for name, strength in (("whole", 1.0), ("half", 0.5)):
+        torch.manual_seed(1)
+        adapters = Adapters(AdapterConfig(rank=4, alpha=8, mask="none", strength=strength), target := small())
+        disturb(adapters)
+        for training in (True, False):
+            adapters.train(training)
+            with adapters.view("noisy"), torch.no_grad():
+                hidden[name, training] = logits_of(target, IDS_BT)
+        merged, plain = adapters.merged(), small()
+        plain.model.load_state_dict(merged)
+        assert torch.allclose(logits_of(plain, IDS_BT), hidden[name, False], atol=1e-4)
+        if strength == 0.5:
+            own, original = (t["model.layers.0.mlp.up_proj.weight"] for t in (merged, small().model.state_dict()))
+            layer = adapters.layers["model.layers.0.mlp.up_proj"]
+            product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+            assert torch.allclose(own - original, product * (8 / 4 * 0.5), atol=1e-5)
+    assert torch.equal(hidden["whole", True], hidden["half", True])
+    assert torch.equal(hidden["whole", True], hidden["whole", False])
+    assert not torch.allclose(hidden["half", True], hidden["half", False], atol=1e-2)
+    for settings in ({"strength": 0.0}, {"strength": 1.2}, {"strength": 0.5, "kind": "full"}):
+        with pytest.raises(ValueError, match="strength"):
+            AdapterConfig(**settings)  # type: ignore[arg-type]
+
+
 def test_a_merge_in_bf16_rounds_once() -> None:
     target = small(dtype=torch.bfloat16)
     adapters = Adapters(AdapterConfig(rank=4, mask="reserved"), target)
@@ -209,7 +236,7 @@ def test_a_denoiser_does_not_decode_with_dropout() -> None:
     ids_1T, positions_1T = torch.tensor([[5, 9]]), torch.tensor([[0, 1]])
     see_1TT = torch.ones(1, 2, 2, dtype=torch.bool)
     adapters.train()
-    with pytest.raises(ValueError, match="drop out"):
+    with pytest.raises(ValueError, match="as in training"):
         denoiser.denoise(ids_1T, positions_1T, see_BTA=see_1TT)
     adapters.train(False)
     assert denoiser.denoise(ids_1T, positions_1T, see_BTA=see_1TT).shape[:2] == (1, 2)

@@ -55,7 +55,12 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[*RECIPES, "tasks"], default=[*RECIPES, "tasks"])
     parser.add_argument("--out", type=Path, default=None, help="runs/jacobi, or runs/jacobi_quick")
     parser.add_argument("--minutes", type=float, default=35, help="training minutes of a recipe, by the clock of its one process (default: 35)")  # fmt: skip
-    parser.add_argument("--prompts", type=int, default=80, help="held-out prompts; of 24 the share of repeated 4-grams is within 0.05 of itself (default: 80)")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=80,
+        help="held-out prompts; of 24 the share of repeated 4-grams is within 0.05 of itself (default: 80)",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     args = parser.parse_intermixed_args()
     if args.quick:
