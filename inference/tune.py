@@ -48,6 +48,7 @@ from .tuned import Tuned, describe, flags, key_of, store
 
 PROPOSED = (2, 4, 8, 12)  # k of drafters that propose
 BLOCKS = (4, 8, 16, 32)  # of jacobi
+AHEAD = (1, 2, 3, 4)  # of jacobi with a quadratic window, whose rows grow with the square
 MARGIN = 0.03  # a finalist that was measured faster than the best prediction by more than this takes its place (ours)
 FINALIST = 0.9  # share of the best predicted rate from which a kind of shape is worth measuring (ours)
 
@@ -250,7 +251,7 @@ def proposals(cfg: TuneConfig, target: Target) -> Options:
 def blocks(settings: JacobiConfig, target: Target) -> Options:
     """The same of jacobi: its blocks, and the one that is set."""
     options: Options = {}
-    for n in sorted({*BLOCKS, settings.block}):
+    for n in sorted({*(AHEAD if settings.window == "quadratic" else BLOCKS), settings.block}):
         drafter = Jacobi(replace(settings, block=n), target.facts)
         drafter.bind(target)
         options[f"--drafter.jacobi.block {n}"] = drafter, DecodeConfig()

@@ -97,7 +97,7 @@ def key_of(target: Any, export: Mapping[str, Any], batch: int = 1) -> Key:
         "torch": torch.__version__,
         "dtype": str(target.dtype).removeprefix("torch."),
         "batch": batch,
-        "runner": type(target).__name__,
+        "runner": target.runner,
         "target": target.facts.fingerprint,
         "export": export.get("sha256"),
     }
