@@ -77,10 +77,6 @@ class Blocks(nn.Module):
         return x_XD
 
 
-Stacked = tuple[Tensor, Tensor]
-"""Weights [K, D, D] and biases [K, D] of all heads' first blocks."""
-
-
 class Medusa(nn.Module):
     """Medusa heads; see `models/drafter.py` for the contract. `start` returns all levels at once."""
 
@@ -92,6 +88,7 @@ class Medusa(nn.Module):
     d2t_W: Tensor | None
     t2d_V: Tensor | None
     blocks: Any  # nn.ModuleList of Blocks
+    stacked: tuple[Tensor, Tensor]  # weights [K, D, D] and biases [K, D] of all heads' first ones
 
     def __init__(self, config: MedusaConfig, facts: TargetFacts, draft_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -144,16 +141,16 @@ class Medusa(nn.Module):
 
     # Drafting
 
-    def init(self, prefill: Prefill) -> Stacked:
-        """All heads' first blocks as one: they read the same state. Taken anew for every batch of requests."""
+    def init(self, prefill: Prefill) -> None:
+        """Heads keep nothing of a request. Their first blocks, which read the same state, are stacked anew."""
         first = [blocks.layers[0] for blocks in self.blocks]
-        return torch.stack([x.weight.detach() for x in first]), torch.stack([x.bias.detach() for x in first])
+        self.stacked = torch.stack([x.weight.detach() for x in first]), torch.stack([x.bias.detach() for x in first])
 
-    def start(self, state: Stacked, commit: Commit) -> tuple[Stacked, Level]:
+    def start(self, state: None, commit: Commit) -> tuple[None, Level]:
         """The levels of all depths, from the newest committed state."""
         assert commit.last_hidden_BTD is not None
         state_BD = newest(commit, commit.last_hidden_BTD)
-        hidden_BKD = medusa_heads(state_BD.to(state[0].dtype), *state)
+        hidden_BKD = medusa_heads(state_BD.to(self.stacked[0].dtype), *self.stacked)
         if self.config.layers > 1:
             rest = [blocks.rest(hidden_BKD[:, k]) for k, blocks in enumerate(self.blocks)]
             hidden_BKD = torch.stack(rest, dim=1)
@@ -164,10 +161,9 @@ class Medusa(nn.Module):
         valid_BK = (commit.counts_B > 0)[:, None].expand(-1, self.config.heads)
         return state, make_level(logits_BKW, valid_BK, self.d2t_W, self.facts.tokens)
 
-    def extend(self, state: Stacked, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[Stacked, Level]:
+    def extend(self, state: None, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[None, Level]:
         """Never asked for: every depth comes from `start`."""
         raise ValueError(f"medusa has {self.config.heads} heads and gives all their levels at once: draft no deeper")
 
-    def reset(self, state: Stacked, rows: Tensor) -> Stacked:
+    def reset(self, state: None, rows: Tensor) -> None:
         """Nothing to forget."""
-        return state
