@@ -144,35 +144,54 @@ def walk_chunks(
 ) -> Walked:
     """Values, and the sums over rows of weight times slope by hidden, head and bias, as far as `job` wants them: PyTorch,
     `job.chunk` rows at a time. Without `weight_T` each row weighs 1."""
-    grads = job.new_grads(hidden_TD, weight_WD, bias_W)
-    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    parts: list[tuple[Tensor, ...]] = []
-    for lo in range(0, len(hidden_TD), job.chunk):
-        span = slice(lo, lo + job.chunk)
-        z_TW = F.linear(hidden_TD[span], weight_WD, bias_W).to(wide)
-        log_q_TW = (z_TW if job.temperature == 1 else z_TW.div_(job.temperature)).log_softmax(-1)
-        del z_TW
-        top_T, label_T = log_q_TW.argmax(-1), None if job.label_T is None else job.label_T[span]
-        ce_T = log_q_TW.new_zeros(len(log_q_TW))
-        if label_T is not None:
-            picked_T = log_q_TW.gather(-1, label_T.clamp(min=0)[:, None])[:, 0]
-            ce_T = torch.where(label_T >= 0, -picked_T, ce_T)
-        log_q_TW.clamp_(min=FLOOR)
-        q_TW = log_q_TW.exp()
-        sums, match_T, told = None, torch.zeros_like(top_T, dtype=torch.bool), None
-        if job.teacher is not None:
-            log_q, log_p = classes(job.teacher, span, log_q_TW, job.temperature)
-            told = log_q, log_p, log_p.exp()
-            sums = sums_of(log_q, log_p, q_TW if log_q is log_q_TW else log_q.exp(), told[2], job.used)
-            match_T = top_T == job.teacher.top_of(span, log_p)
-        entropy_T = -torch.linalg.vecdot(q_TW, log_q_TW)
-        value_T, a = fold(job, sums, ce_T, entropy_T, label_T, None if weight_T is None else weight_T[span])
-        accept_T = torch.zeros_like(ce_T) if sums is None else sums.accept_T
-        parts.append((value_T, ce_T, entropy_T, accept_T, top_T, match_T))
-        if any(grads.wanted):
-            slope_TW = slopes(a, q_TW, log_q_TW, told, job, span)
-            grads.add(span, slope_TW.to(hidden_TD.dtype), hidden_TD, weight_WD)
-    return Walked(*(torch.cat(x) for x in zip(*parts, strict=True)), grads)
+    wide, rows = torch.promote_types(hidden_TD.dtype, torch.float32), len(hidden_TD)
+
+    def new(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(rows, dtype=dtype, device=hidden_TD.device)
+
+    # All that stays is made first: small tensors between the large ones of a chunk would keep their room from the next.
+    done = Walked(
+        *(new(wide), new(wide), new(wide), new(wide), new(torch.int64), new(torch.bool)),
+        job.new_grads(hidden_TD, weight_WD, bias_W),
+    )
+    for lo in range(0, rows, job.chunk):
+        walk_chunk(slice(lo, lo + job.chunk), done, job, hidden_TD, weight_WD, bias_W, weight_T)
+    return done
+
+
+def walk_chunk(
+    span: slice,
+    done: Walked,
+    job: Job,
+    hidden_TD: Tensor,
+    weight_WD: Tensor,
+    bias_W: Tensor | None,
+    weight_T: Tensor | None,
+) -> None:
+    """The rows of one chunk, into `done`."""
+    z_TW = F.linear(hidden_TD[span], weight_WD, bias_W).to(done.value_T.dtype)
+    log_q_TW = (z_TW if job.temperature == 1 else z_TW.div_(job.temperature)).log_softmax(-1)
+    del z_TW
+    done.top_T[span] = log_q_TW.argmax(-1)
+    label_T = None if job.label_T is None else job.label_T[span]
+    if label_T is not None:
+        picked_T = log_q_TW.gather(-1, label_T.clamp(min=0)[:, None])[:, 0]
+        done.ce_T[span] = torch.where(label_T >= 0, -picked_T, 0)
+    log_q_TW.clamp_(min=FLOOR)
+    q_TW = log_q_TW.exp()
+    sums, told = None, None
+    if job.teacher is not None:
+        log_q, log_p = classes(job.teacher, span, log_q_TW, job.temperature)
+        told = log_q, log_p, log_p.exp()
+        sums = sums_of(log_q, log_p, q_TW if log_q is log_q_TW else log_q.exp(), told[2], job.used)
+        done.match_T[span] = done.top_T[span] == job.teacher.top_of(span, log_p)
+        done.accept_T[span] = sums.accept_T
+    done.entropy_T[span] = -torch.linalg.vecdot(q_TW, log_q_TW)
+    scale_T = None if weight_T is None else weight_T[span]
+    done.value_T[span], a = fold(job, sums, done.ce_T[span], done.entropy_T[span], label_T, scale_T)
+    if any(done.grads.wanted):
+        slope_TW = slopes(a, q_TW, log_q_TW, told, job, span)
+        done.grads.add(span, slope_TW.to(hidden_TD.dtype), hidden_TD, weight_WD)
 
 
 def slopes(
@@ -311,7 +330,7 @@ def linear_loss(
     if not rows:
         none = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32)).sum(-1)
         ids = torch.zeros(0, dtype=torch.int64, device=none.device)
-        return LinearLoss(none.sum(), none, *(none.detach() for _ in range(3)), ids, ids.bool())
+        return LinearLoss(none.sum(), none, none.detach(), none.detach(), none.detach(), ids, ids.bool())
     if chunk is None:
         chunk = job_rows(rows, width, hidden_TD.device.type)
     job = Job(tuple(terms), teacher, label_T, temperature, max(1, chunk), wanted)
