@@ -168,6 +168,11 @@ def is_own(host: str) -> bool:
         return False
 
 
+def own_names(host: str) -> tuple[str, ...]:
+    """Names of this machine in Host headers, the address that is listened on among them."""
+    return tuple({*OWN_NAMES, f"[{host}]" if ":" in host else host})
+
+
 @dataclass(frozen=True)
 class Served:
     """What answers: the model (a target or a denoiser), its engine for so many tokens (`Limits`), and what to call it."""
@@ -219,7 +224,7 @@ def service_of(cfg: ServeConfig, served: Served, key: str | None) -> Service:
     settings = Settings(
         model=name_of(cfg, facts.name),
         key=key,
-        names=OWN_NAMES if key is None else (),
+        names=own_names(cfg.host) if key is None else (),
         body_bytes=cfg.body_kb * 1000,
         default_tokens=min(cfg.default_answer, limits.answer),
         drain_seconds=cfg.drain,

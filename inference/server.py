@@ -13,6 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,7 +61,7 @@ class Service:
         # No two threads may use one tokenizer at a time; the model's is the worker's.
         self.tokenizer = copy.deepcopy(worker.model.tokenizer)  # of the thread that reads prompts
         self.speller = copy.deepcopy(worker.model.tokenizer)  # of the event loop
-        self.reading = asyncio.Lock()
+        self.reader = ThreadPoolExecutor(1, "draftsmith-prompts")
         self.made = int(time.time())
 
     def app(self) -> Callable[[Scope, Receive, Send], Any]:
@@ -70,6 +71,7 @@ class Service:
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             self.worker.start()
             yield
+            self.reader.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(self.worker.stop)
 
         routes = [
@@ -131,8 +133,8 @@ class Service:
         self._refuse_other(ask.model)
         if self.worker.stopping:
             raise ApiError(503, "the server is stopping, it takes no new requests", code="stopping")
-        async with self.reading:  # long prompts wait for each other, not the event loop for them
-            prompts = await asyncio.to_thread(self._ids, ask)
+        # Long prompts wait for each other, not the event loop for them.
+        prompts = await asyncio.get_running_loop().run_in_executor(self.reader, self._ids, ask)
         each = [(ids, self._params(ask, ids)) for ids in prompts]
         seeded = [(ids, _numbered(params, i)) for ids, params in each for i in range(ask.n)]
         job = self.worker.submit(seeded)
