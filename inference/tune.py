@@ -105,6 +105,8 @@ class TuneConfig:
             raise ValueError(f"threads = {list(self.threads)}: give one or more numbers of at least 1")
         if self.json is not None and Path(self.json).is_dir():
             raise ValueError(f"json = {self.json!r} is a folder: name the file to write")
+        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
+            raise ValueError(f"json = {self.json!r}: its folder does not exist; make it first")
 
 
 @dataclass
