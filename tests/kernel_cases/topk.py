@@ -40,6 +40,13 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
             return topk(x_RV, k) if tile is None else topk_triton(x_RV, k, tile)
 
         yield compared(f"{k} of {rows} rows of {vocab}", x_RV, k, run)
+    learns_RV = torch.randn(2, 40).to(dtype).requires_grad_()
+    yield Case(
+        "gradients take the plain form",
+        lambda: torch.autograd.grad(topk(learns_RV, 3).lse_R.sum(), learns_RV),
+        lambda: torch.autograd.grad(learns_RV.float().logsumexp(-1).sum(), learns_RV),
+        atol=0,
+    )
     x_RV = torch.randn(4, 300).round().to(dtype)  # many equals, of both zeros too
     x_RV[0, 17], x_RV[0, 203] = 9, 9
     x_RV[1] = -math.inf
