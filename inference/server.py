@@ -380,7 +380,10 @@ class Server(uvicorn.Server):
             self.ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.service.worker.stopping or self.loop is None or not self.started:
+        if self.loop is None or not self.started or self.loop.is_closed():
+            super().handle_exit(sig, frame)
+        elif self.service.worker.stopping:
+            self.loop.call_soon_threadsafe(self._give_up)
             super().handle_exit(sig, frame)
         else:
             self.loop.call_soon_threadsafe(self.begin_stop)
@@ -394,6 +397,10 @@ class Server(uvicorn.Server):
         worker, begun = self.service.worker, time.monotonic()
         while worker.held and time.monotonic() - begun < self.service.settings.drain_seconds:
             await asyncio.sleep(0.02)
-        worker.cancel_all(ApiError(503, "the server stopped before this answer was complete", code="stopping"))
+        self._give_up()
         await asyncio.sleep(0.1)  # what was said last goes out
         self.should_exit = True
+
+    def _give_up(self) -> None:
+        fault = ApiError(503, "the server stopped before this answer was complete", code="stopping")
+        self.service.worker.cancel_all(fault)

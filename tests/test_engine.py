@@ -169,9 +169,14 @@ def test_what_an_open_engine_refuses(real: Any) -> None:
 
 def test_drafters_that_keep_nothing_are_made_ready_once(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Medusa stacks its weights then: not whenever somebody comes or goes."""
-    drafter, made = make("medusa", real), []
+    drafter, made = make("medusa", real), list[Any]()
     init = drafter.init
-    monkeypatch.setattr(drafter, "init", lambda prefill: made.append(prefill) or init(prefill))
+
+    def counted(prefill: Any) -> Any:
+        made.append(prefill)
+        return init(prefill)
+
+    monkeypatch.setattr(drafter, "init", counted)
     engine = Engine(real, drafter, DecodeConfig(max_rows=3), longest=48, prompt=24)
     come_and_go(engine, real)
     assert len(made) == 1
