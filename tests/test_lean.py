@@ -252,7 +252,7 @@ def test_adapters_and_the_denoisers_on_them(dtype: torch.dtype) -> None:
         assert not torch.equal(read(target), before)
         with adapters.view("clean"):
             assert torch.equal(read(target), before)
-    handle = target.layers[0].self_attn.q_proj.base_layer.register_forward_hook(lambda m, args, out: 2 * out)
+    handle = target.layers[0].self_attn.v_proj.base_layer.register_forward_hook(lambda m, args, out: 2 * out)
     assert not torch.equal(read(target), before)  # of what is inside an adapter that is off
     handle.remove()
     assert torch.equal(read(target), before)
