@@ -213,7 +213,7 @@ def _flag(name: str, value: Any) -> None:
 
 def _number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e9:
-        raise ApiError(400, f"{name} must be a number, not {_show(value)}", name)
+        raise ApiError(400, f"{name} must be a number below 1e9, not {_show(value)}", name)
 
 
 def _whole(low: int, high: int) -> Callable[[str, Any], None]:

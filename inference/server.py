@@ -356,7 +356,7 @@ class Server(uvicorn.Server):
                 http=Protocol,
                 ws="none",
                 lifespan="on",
-                log_level="warning",
+                log_level="error",  # warnings are about clients, as many as they like
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

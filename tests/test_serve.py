@@ -448,6 +448,12 @@ def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
         with pytest.raises(ValueError, match=words):
             key_of(ServeConfig(**options))
     assert name_of(ServeConfig(model=str(tmp_path)), "t") == tmp_path.name
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    with taken, pytest.raises(ValueError, match=f"port={port}: Address already in use"):
+        run_serve(ServeConfig(target="tiny", port=port))
+    with pytest.raises(ValueError, match=r"host='203\.0\.113\.5', port=0"):
+        run_serve(ServeConfig(target="tiny", host="203.0.113.5", port=0, api_key_env="KEY"))
     for host, known in (("127.0.0.2", "127.0.0.2"), ("::1", "[::1]"), ("127.0.0.1", "localhost")):
         assert known in own_names(host)
     assert name_of(ServeConfig(model="user/head"), "t") == "user/head"

@@ -327,6 +327,7 @@ def test_bad_settings_are_refused(quick):
         ({"seconds": -1.0}, "seconds = -1.0"),
         ({"threads": ()}, "threads = "),
         ({"threads": (0,)}, "threads = "),
+        ({"threads": (1, 10**6)}, "may run on"),
         ({"json": "."}, "is a folder"),
         ({"json": "no/such/folder/out.json"}, "its folder does not exist"),
     ):
