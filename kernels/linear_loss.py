@@ -172,7 +172,8 @@ def walk_chunks(
         if any(grads.wanted):
             slope_TW = slopes(a, q_TW, log_q_TW, told, job, span)
             grads.add(span, slope_TW.to(hidden_TD.dtype), hidden_TD, weight_WD)
-    return Walked(*(torch.cat(x) for x in zip(*parts, strict=True)), grads)
+    value_T, ce_T, entropy_T, accept_T, top_T, match_T = (torch.cat(x) for x in zip(*parts, strict=True))
+    return Walked(value_T, ce_T, entropy_T, accept_T, top_T, match_T, grads)
 
 
 def slopes(
@@ -313,7 +314,7 @@ def linear_loss(
     if not rows:
         none = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32)).sum(-1)
         ids = torch.zeros(0, dtype=torch.int64, device=none.device)
-        return LinearLoss(none.sum(), none, *(none.detach() for _ in range(3)), ids, ids.bool())
+        return LinearLoss(none.sum(), none, none.detach(), none.detach(), none.detach(), ids, ids.bool())
     if chunk is None:
         chunk = job_rows(rows, width, hidden_TD.device.type)
     job = Job(tuple(terms), teacher, label_T, temperature, max(1, chunk), wanted)

@@ -72,7 +72,7 @@ class LeanFacts:
             getattr(config, "head_dim", None) or config.hidden_size // heads,
             config.rms_norm_eps,
             config.hidden_act,
-            tuple(windows[kind] for kind in kinds) if kinds and isinstance(windows, dict) else (windows,) * n,  # type: ignore[arg-type]
+            tuple(windows[kind] for kind in kinds) if kinds and isinstance(windows, dict) else (windows,) * n,
             qk_norm,
         )
 
@@ -84,7 +84,7 @@ def why_not_lean(model: Any, parts: Parts) -> str | None:
         return f"type {config.model_type!r} is not one of {', '.join(LEAN_FAMILIES)}, as transformers has them"
     if config._attn_implementation != "sdpa":
         return f"it was loaded with attention {config._attn_implementation!r}"
-    for i, layer in enumerate(parts.layers):
+    for i, layer in enumerate(cast(Any, parts.layers)):
         children = {name for name, _ in layer.named_children()}
         attention = {name for name, _ in layer.self_attn.named_children()}
         if children != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} or (
@@ -381,7 +381,7 @@ class _Store:
 
     def __init__(self, cache: Cache | None, prefix_kv: Tensor | None, b: int) -> None:
         self.prefix_kv, self.b = None if cache is not None else prefix_kv, b
-        self.write: Callable[[int, Tensor], None] | None = None
+        self.write: Callable[[int, Tensor], object] | None = None
         if cache is not None:
             self.write, self.keys, self.values = cache.open()
 
