@@ -53,8 +53,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         )
     yield Case(
         "a row's logits in parts, places side by side in memory",
-        lambda: tuple(unmask_triton(x_BCV.transpose(0, 1), open_BC.T, RULES[0], None, None, tile=32, tiles=3)),
-        lambda: tuple(unmask_reference(x_BCV.double().transpose(0, 1), open_BC.T, RULES[0])),
+        lambda: tuple(unmask_triton(x_BCV[:2].transpose(0, 1), open_BC[:2].T, RULES[0], None, None, tile=64, tiles=2)),
+        lambda: tuple(unmask_reference(x_BCV[:2].double().transpose(0, 1), open_BC[:2].T, RULES[0])),
         atol=1e-5,
     )
     for rows, vocab, mask_id in ((1, 257, None), (5, 1000, 5), (0, 300, None), (4, 300, 4000)):
