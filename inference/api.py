@@ -67,6 +67,11 @@ def read_json(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def _named(name: str) -> str:
+    """A field's name as an answer may repeat it."""
+    return name[:100].encode("utf-8", "replace").decode()
+
+
 def read_ask(body: Mapping[str, Any], chat: bool, default_tokens: int) -> Ask:
     """What a body asks for. Raises ApiError (400) naming the field that is unknown, of a wrong type or out of range."""
     given = {name: value for name, value in body.items() if value is not None}
@@ -80,7 +85,7 @@ def read_ask(body: Mapping[str, Any], chat: bool, default_tokens: int) -> Ask:
         elif name not in IGNORED:
             near = difflib.get_close_matches(name, fields, 1, 0.6)
             hint = f"; nearest: {near[0]}" if near else ""
-            raise ApiError(400, f"unknown field {name!r}{hint}", name, "unknown_field")
+            raise ApiError(400, f"unknown field {_named(name)!r}{hint}", _named(name), "unknown_field")
     prompt_field = "messages" if chat else "prompt"
     for name in ("model", prompt_field):
         if name not in given:
@@ -149,7 +154,8 @@ def _message(i: int, message: Any) -> dict[str, str]:
         raise ApiError(400, f"{where} must be an object, not {_kind(message)}", where)
     for name, value in message.items():
         if value is not None and name not in ("role", "content", "name", "refusal"):
-            raise ApiError(400, f"{where}.{name} is not supported by this server", f"{where}.{name}", "unsupported")
+            at = f"{where}.{_named(name)}"
+            raise ApiError(400, f"{at} is not supported by this server", at, "unsupported")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ApiError(400, f"{where}.role must be one of {', '.join(ROLES)}, not {_show(role)}", f"{where}.role")
@@ -207,7 +213,7 @@ def _flag(name: str, value: Any) -> None:
 
 def _number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e9:
-        raise ApiError(400, f"{name} must be a number, not {_show(value)}", name)
+        raise ApiError(400, f"{name} must be a number below 1e9, not {_show(value)}", name)
 
 
 def _whole(low: int, high: int) -> Callable[[str, Any], None]:

@@ -10,7 +10,7 @@ has prompt tokens:
 - `static`: of every size and depth the best tree (inference/sequoia.py), under positional acceptance.
 - `ppd`: nodes and prompt tokens by state (marginals.state_trees), with the measured chances.
 
-Pure functions. Tests: tests/test_tune.py.
+Pure functions. Tests: tests/test_choose.py.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class Engine:
 
     def _build(self, target: Any, drafter: Any, decode: DecodeConfig, rows: int, longest: int, prompt: int) -> None:
         self.target, self.drafter, self.decode = target, drafter, decode
-        self.device, self.rows, self.longest, self.open = target.device, rows, longest, prompt > 0
+        self.device, self.rows, self.longest, self.prompt = target.device, rows, longest, prompt
+        self.open = prompt > 0
         facts = target.facts
         self.waiting: list[Request] = []
         self.requests: list[Request] = []
@@ -123,6 +124,7 @@ class Engine:
         self.cache = target.new_cache(rows, self.slots, read_all=decode.fixed_width is not None)
         self.taps = tuple(drafter.taps) if drafter is not None else ()
         self.state: Any = None
+        self.begun = False  # the drafter's state was made; drafters that keep nothing have None
         self.commit: Commit | None = None
         self.seeds_B = self.rounds_B = self.anchors_B = torch.zeros(0, dtype=torch.int64, device=self.device)
 
@@ -159,6 +161,8 @@ class Engine:
         """Let a request wait for a row. Raises ValueError for one that no row can hold."""
         if (tokens := len(request.prompt) + request.params.max_new_tokens) > self.longest:
             raise ValueError(f"{tokens} tokens of prompt and answer, there is room for {self.longest}")
+        if len(request.prompt) > self.prompt:
+            raise ValueError(f"a prompt of {len(request.prompt)} tokens, there is room for {self.prompt}")
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
@@ -172,6 +176,7 @@ class Engine:
         """Forget all requests and what is known of them, after a step that failed."""
         self.waiting, self.requests = [], []
         self.commit = self.state = None
+        self.begun = False
         self.cache.arrange([], self.rows)
         self.cache.reset()
 
@@ -214,7 +219,8 @@ class Engine:
         if self.open:
             self.cache.arrange(rows, grown)
         if self.drafter is not None:
-            if self.state is None:
+            if not self.begun:
+                self.begun = True
                 self.state = self.drafter.init(Prefill(self.rows, self.draft_slots, self.device, self.target.dtype))
             if self.open:
                 self.state = take_rows(self.state, rows, grown)

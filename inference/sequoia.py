@@ -14,7 +14,7 @@ A child needs its preceding siblings (templates of `tree=static` ask for that), 
 the tree of the n likeliest paths (`marginals.likeliest_paths`); measured ones need not fall. Ours besides: chances by
 depth, and the search for tokens per *second*, which inference/choose.py does over all sizes and depths that come from here.
 
-Tests: tests/test_tune.py (against all ordered trees, and closed forms).
+Tests: tests/test_choose.py (against all ordered trees, and closed forms).
 """
 
 from __future__ import annotations

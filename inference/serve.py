@@ -12,8 +12,10 @@ and limits are in server.py, what a request may say in api.py. Tests: tests/test
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
+import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -129,9 +131,11 @@ def run_serve(cfg: ServeConfig, named: Collection[str] = frozenset()) -> None:
     """The command: load, listen, answer until a signal.
 
     Raises:
-        ValueError: settings that cannot be meant, a model that cannot be served, an open address without a key.
+        ValueError: settings that cannot be meant, a model that cannot be served, an open address without a key, an address
+            that is taken or not this machine's.
     """
     key = key_of(cfg)  # refused before weights load
+    refuse_taken(cfg.host, cfg.port)
     served = load_served(cfg, named)
     service = service_of(cfg, served, key)
     console = Console(highlight=False)
@@ -160,12 +164,37 @@ def key_of(cfg: ServeConfig) -> str | None:
     return None
 
 
+def refuse_taken(host: str, port: int) -> None:
+    """ValueError for an address that cannot be listened on."""
+    errors, free = list[OSError](), 0
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                try:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+                    free += 1
+                except OSError as error:
+                    errors.append(error)
+    except OSError as error:  # no such name
+        errors.append(error)
+    if errors and (not free or errors[0].errno in (errno.EADDRINUSE, errno.EACCES)):
+        raise ValueError(
+            f"host={host!r}, port={port}: {errors[0].strerror}; choose another with --port (0 = a free one)"
+        )
+
+
 def is_own(host: str) -> bool:
     """Whether an address is this machine's alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def own_names(host: str) -> tuple[str, ...]:
+    """Names of this machine in Host headers, the address that is listened on among them."""
+    return tuple({*OWN_NAMES, f"[{host}]" if ":" in host else host})
 
 
 @dataclass(frozen=True)
@@ -219,7 +248,7 @@ def service_of(cfg: ServeConfig, served: Served, key: str | None) -> Service:
     settings = Settings(
         model=name_of(cfg, facts.name),
         key=key,
-        names=OWN_NAMES if key is None else (),
+        names=own_names(cfg.host) if key is None else (),
         body_bytes=cfg.body_kb * 1000,
         default_tokens=min(cfg.default_answer, limits.answer),
         drain_seconds=cfg.drain,

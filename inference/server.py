@@ -13,6 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,7 +61,7 @@ class Service:
         # No two threads may use one tokenizer at a time; the model's is the worker's.
         self.tokenizer = copy.deepcopy(worker.model.tokenizer)  # of the thread that reads prompts
         self.speller = copy.deepcopy(worker.model.tokenizer)  # of the event loop
-        self.reading = asyncio.Lock()
+        self.reader = ThreadPoolExecutor(1, "draftsmith-prompts")
         self.made = int(time.time())
 
     def app(self) -> Callable[[Scope, Receive, Send], Any]:
@@ -70,6 +71,7 @@ class Service:
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             self.worker.start()
             yield
+            self.reader.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(self.worker.stop)
 
         routes = [
@@ -131,8 +133,8 @@ class Service:
         self._refuse_other(ask.model)
         if self.worker.stopping:
             raise ApiError(503, "the server is stopping, it takes no new requests", code="stopping")
-        async with self.reading:  # long prompts wait for each other, not the event loop for them
-            prompts = await asyncio.to_thread(self._ids, ask)
+        # Long prompts wait for each other, not the event loop for them.
+        prompts = await asyncio.get_running_loop().run_in_executor(self.reader, self._ids, ask)
         each = [(ids, self._params(ask, ids)) for ids in prompts]
         seeded = [(ids, _numbered(params, i)) for ids, params in each for i in range(ask.n)]
         job = self.worker.submit(seeded)
@@ -354,7 +356,7 @@ class Server(uvicorn.Server):
                 http=Protocol,
                 ws="none",
                 lifespan="on",
-                log_level="warning",
+                log_level="error",  # warnings are about clients, as many as they like
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
@@ -378,7 +380,10 @@ class Server(uvicorn.Server):
             self.ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.service.worker.stopping or self.loop is None or not self.started:
+        if self.loop is None or not self.started or self.loop.is_closed():
+            super().handle_exit(sig, frame)
+        elif self.service.worker.stopping:
+            self.loop.call_soon_threadsafe(self._give_up)
             super().handle_exit(sig, frame)
         else:
             self.loop.call_soon_threadsafe(self.begin_stop)
@@ -392,6 +397,10 @@ class Server(uvicorn.Server):
         worker, begun = self.service.worker, time.monotonic()
         while worker.held and time.monotonic() - begun < self.service.settings.drain_seconds:
             await asyncio.sleep(0.02)
-        worker.cancel_all(ApiError(503, "the server stopped before this answer was complete", code="stopping"))
+        self._give_up()
         await asyncio.sleep(0.1)  # what was said last goes out
         self.should_exit = True
+
+    def _give_up(self) -> None:
+        fault = ApiError(503, "the server stopped before this answer was complete", code="stopping")
+        self.service.worker.cancel_all(fault)

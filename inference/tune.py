@@ -44,7 +44,7 @@ from .progress import progress_bar
 from .report import number, visible
 from .speculate import DecodeConfig, plan_of
 from .suites import SUITES, load_suite
-from .tuned import Tuned, describe, flags, key_of, store
+from .tuned import Tuned, describe, flags, key_of, store, usable_cores
 
 PROPOSED = (2, 4, 8, 12)  # k of drafters that propose
 BLOCKS = (4, 8, 16, 32)  # of jacobi
@@ -103,8 +103,12 @@ class TuneConfig:
             raise ValueError(f"seconds = {self.seconds}: must be a finite number >= 0")
         if self.threads is not None and (not self.threads or min(self.threads) < 1):
             raise ValueError(f"threads = {list(self.threads)}: give one or more numbers of at least 1")
+        if self.threads is not None and max(self.threads) > usable_cores():
+            raise ValueError(f"threads = {list(self.threads)}: this process may run on {usable_cores()} cores, no more")
         if self.json is not None and Path(self.json).is_dir():
             raise ValueError(f"json = {self.json!r} is a folder: name the file to write")
+        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
+            raise ValueError(f"json = {self.json!r}: its folder does not exist; make it first")
 
 
 @dataclass

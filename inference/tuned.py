@@ -156,7 +156,7 @@ def stored_shape(
     again = f"run draftsmith tune {model}"
     try:
         entries = read_entries(folder)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return None, f"{FILE} is not used: {error}; {again}"
     if not entries:
         return None, None

@@ -92,11 +92,14 @@ class Worker:
         return self._thread.is_alive()
 
     def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Job:
-        """Let in the requests of one job. Raises ApiError: 503 while stopping, 429 when the queue is full."""
+        """Let in the requests of one job. Raises ApiError: 503 while stopping, 429 when the queue is full, 400 for more
+        than ever fit."""
         if self.stopping or not self.alive:
             self.counts.outcomes["refused"] += len(prompts)
             raise ApiError(503, "the server is stopping, it takes no new requests", code="stopping")
         room = self.engine.rows + self.limits.queue
+        if len(prompts) > room:
+            raise ApiError(400, f"n: {len(prompts)} answers are asked for, this server holds {room} at a time", "n")
         if self.held + len(prompts) > room:
             self.counts.outcomes["refused"] += len(prompts)
             raise ApiError(429, f"the server is busy: {self.held} of {room} places are taken, try again", code="busy")

@@ -312,6 +312,8 @@ def linear_loss(
         raise ValueError(f"linear_loss: {', '.join(sorted(names & NEEDS_TEACHER))} need a teacher; give one")
     if label_T is None and (names & NEEDS_LABEL):
         raise ValueError("linear_loss: ce needs label_T; give it")
+    if weight_T is not None and weight_T.requires_grad:
+        raise ValueError("linear_loss: weight_T gets no gradient here; weigh value_T yourself, or detach the weights")
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"linear_loss: temperature={temperature}, must be positive and finite")
     if hidden_TD.ndim != 2 or weight_WD.ndim != 2 or hidden_TD.shape[1] != weight_WD.shape[1]:

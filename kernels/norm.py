@@ -121,7 +121,7 @@ def add_norm(rows: Tensor, weight_D: Tensor, eps: float, residual: Tensor | None
         raise ValueError(
             f"add_norm: residual {tuple(residual.shape)} of {residual.dtype} for rows {tuple(rows.shape)} of {rows.dtype}"
         )
-    graded = torch.is_grad_enabled() and (rows.requires_grad or weight_D.requires_grad)
+    graded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (rows, weight_D, residual))
     if rows.dtype != torch.float64 and not graded and runs_on(rows, weight_D, residual):
         return add_norm_triton(rows, weight_D, eps, residual)
     return add_norm_reference(rows, weight_D, eps, residual)

@@ -145,12 +145,14 @@ def topk_triton(logits_RV: Tensor, k: int, tile: int = TILE) -> TopK:
 
 
 def topk(logits_RV: Tensor, k: int) -> TopK:
-    """The k largest logits of each row, their ids, and the row's log-sum-exp.
+    """The k largest logits of each row, their ids, and the row's log-sum-exp. On GPUs without gradients, which the plain
+    form keeps.
 
     Raises ValueError for k outside 1 .. min(32, V).
     """
     if not 1 <= k <= min(MOST, logits_RV.shape[-1]):
         raise ValueError(f"topk: k={k} of {logits_RV.shape[-1]} logits, must lie in [1, {MOST}] and within the row")
-    if logits_RV.dtype != torch.float64 and runs_on(logits_RV):
+    graded = torch.is_grad_enabled() and logits_RV.requires_grad
+    if logits_RV.dtype != torch.float64 and not graded and runs_on(logits_RV):
         return topk_triton(logits_RV, k)
     return topk_reference(logits_RV, k)

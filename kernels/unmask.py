@@ -446,8 +446,10 @@ def unmask_triton(
 
 
 def statistics(logits: Tensor, mask_id: int | None = None) -> Statistics:
-    """What logits [..., V] say. `mask_id` is never a candidate (it may lie beyond the vocabulary)."""
-    if logits.dtype != torch.float64 and runs_on(logits):
+    """What logits [..., V] say; with gradients in the plain form alone. `mask_id` is never a candidate (it may lie beyond
+    the vocabulary)."""
+    graded = torch.is_grad_enabled() and logits.requires_grad
+    if logits.dtype != torch.float64 and not graded and runs_on(logits):
         return statistics_triton(logits, mask_id)
     return Statistics(logits, mask_id)
 

@@ -63,9 +63,10 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "an integer >= 0 (0 = off)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "> 0"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
+            # Far beyond use; what would make a float32 logit infinite, and its probability no number, is further still.
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "in [1e-6, 1e6]"),
+            ("presence_penalty", abs(self.presence_penalty) <= 1e9, "in [-1e9, 1e9]"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 1e9, "in [-1e9, 1e9]"),
             ("max_new_tokens", self.max_new_tokens >= 1, "an integer >= 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "in [0, max_new_tokens]"),
             (
@@ -214,6 +215,7 @@ def probs(
             return greedy_RV
     best_R1 = x_RV.amax(-1, keepdim=True)
     heat_R1 = torch.where(rows.temperature_R > 0, rows.temperature_R, 1.0).to(x_RV.dtype)[:, None]
+    heat_R1 = heat_R1.clamp(min=torch.finfo(x_RV.dtype).tiny)  # what float64 told from 0 need not be so here
     # The maximum goes first: a tiny temperature then gives large negative numbers, never inf - inf.
     x_RV = (x_RV - best_R1.masked_fill(best_R1 == _NEVER, 0)) / heat_R1
     if rows.truncates:

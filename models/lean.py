@@ -72,7 +72,7 @@ class LeanFacts:
             getattr(config, "head_dim", None) or config.hidden_size // heads,
             config.rms_norm_eps,
             config.hidden_act,
-            tuple(windows[kind] for kind in kinds) if kinds and isinstance(windows, dict) else (windows,) * n,  # type: ignore[arg-type]
+            tuple(windows[kind] for kind in kinds) if kinds and isinstance(windows, dict) else (windows,) * n,
             qk_norm,
         )
 
@@ -84,7 +84,7 @@ def why_not_lean(model: Any, parts: Parts) -> str | None:
         return f"type {config.model_type!r} is not one of {', '.join(LEAN_FAMILIES)}, as transformers has them"
     if config._attn_implementation != "sdpa":
         return f"it was loaded with attention {config._attn_implementation!r}"
-    for i, layer in enumerate(parts.layers):
+    for i, layer in enumerate(cast(Any, parts.layers)):
         children = {name for name, _ in layer.named_children()}
         attention = {name for name, _ in layer.self_attn.named_children()}
         if children != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} or (
@@ -134,11 +134,17 @@ def _base(module: Any) -> Any:
     return getattr(module, "base_layer", module)
 
 
+def _hooked(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _changed(module: Any) -> bool:
     """Whether something is added to what a linear module computes: by hooks, or an adapter that is on."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if _hooked(module):
         return True
-    return type(module) is not nn.Linear and not getattr(module, "_disable_adapters", False)
+    if type(module) is nn.Linear:
+        return False
+    return not getattr(module, "_disable_adapters", False) or _hooked(_base(module))
 
 
 class Projection:
@@ -187,11 +193,11 @@ def _fuse(modules: list[Any], pack: bool) -> Product | None:
 class _Layer:
     """A layer's operands."""
 
-    before: Tensor
+    before: Any  # norm module
     qkv: Projection
     qk_scale_Ed: Tensor | None  # weights of the query and key norms, E = heads + kv_heads
     out: Projection
-    between: Tensor
+    between: Any  # norm module
     gate_up: Projection
     down: Projection
     window: int | None
@@ -221,16 +227,16 @@ class LeanRunner:
             if module is not parts.embed and not {"rotary_emb", *ATTENTION, *MLP} & {*name.split(".")}
         ]
         self._modules: list[Any] = []
-        self._watched: list[Tensor] = []
+        self._watched: list[tuple[dict[str, Any], str]] = []
         self._marks: list[tuple[int, int]] = []
         self._changed = False
         activation = cast(Any, parts.layers[0]).mlp.act_fn
         self._activation = silu if self.facts.activation in ("silu", "swish") else activation
 
     def _refresh(self) -> None:
-        """Make the operands anew if a module was replaced or a weight moved or written to; note what is added to which."""
+        """Make the operands anew if a module or weight was replaced, moved or written to; note what is added to which."""
         modules = [owner[name] for owner, name in self._places]
-        if modules != self._modules or [mark(w) for w in self._watched] != self._marks:
+        if modules != self._modules or self._marked() != self._marks:
             self._bind(modules)
         changed = any(map(_changed, modules))
         if changed or self._changed:
@@ -238,6 +244,9 @@ class LeanRunner:
             for layer in self._layers:
                 for projection in layer.projections():
                     projection.changed = any(map(_changed, projection.modules))
+
+    def _marked(self) -> list[tuple[int, int]]:
+        return [mark(own[name]) for own, name in self._watched]
 
     def _bind(self, modules: list[Any]) -> None:
         facts, layers = self.facts, cast(Any, self.parts.layers)
@@ -253,11 +262,11 @@ class LeanRunner:
                     scale_Ed = torch.cat([norm.weight.detach().expand(n, -1) for norm, n in counted])
             self._layers.append(
                 _Layer(
-                    layer.input_layernorm.weight,
+                    layer.input_layernorm,
                     Projection([q, k, v], pack),
                     scale_Ed,
                     Projection([out], pack),
-                    layer.post_attention_layernorm.weight,
+                    layer.post_attention_layernorm,
                     Projection([gate, up], pack),
                     Projection([down], pack),
                     window,
@@ -268,12 +277,13 @@ class LeanRunner:
         fused = [m for layer in self._layers for p in layer.projections() if p.product for m in p.modules]
         if facts.qk_norm:
             fused += [m for layer in layers for m in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
-        self._watched = [w for module in fused for w in _base(module).parameters()]
-        self._marks = [mark(w) for w in self._watched]
+        owned = [_base(module)._parameters for module in fused]  # where a weight stands: another may take its place
+        self._watched = [(own, name) for own in owned for name, w in own.items() if w is not None]
+        self._marks = self._marked()
 
     def hooked_elsewhere(self) -> bool:
         """Whether something listens to modules that this path does not call."""
-        return any(m._forward_hooks or m._forward_pre_hooks for m in self._passed_by)
+        return any(map(_hooked, self._passed_by))
 
     @torch.no_grad()
     def forward(
@@ -321,7 +331,7 @@ class LeanRunner:
                 mask = masks[layer.window]
                 seen_XD = attend(q_BTHd, k_BKSd, v_BKSd, mask, fold, causal and mask is None)
                 x_XD = layer.out(seen_XD, b).add_(x_XD)
-                gate_XI, up_XI = layer.gate_up(norm(x_XD, layer.between, self.facts.eps), b).chunk(2, 1)
+                gate_XI, up_XI = layer.gate_up(norm(x_XD, layer.between.weight, self.facts.eps), b).chunk(2, 1)
                 x_XD = layer.down(self._activation(gate_XI).mul_(up_XI), b).add_(x_XD)
             if len(self._layers) in taps:
                 streams[len(self._layers)] = x_XD
@@ -333,7 +343,7 @@ class LeanRunner:
     def _heads(self, layer: _Layer, x_XD: Tensor, angles: tuple[Tensor, Tensor], b: int, t: int) -> Tensor:
         """[B, T, E, head_dim] query, key and value heads of a layer's input; queries and keys are rotated."""
         facts = self.facts
-        heads_BTEd = layer.qkv(norm(x_XD, layer.before, facts.eps), b).view(b, t, -1, facts.head_dim)
+        heads_BTEd = layer.qkv(norm(x_XD, layer.before.weight, facts.eps), b).view(b, t, -1, facts.head_dim)
         turn_BTEd = heads_BTEd[:, :, : facts.heads + facts.kv_heads]
         if layer.qk_scale_Ed is not None:
             turn_BTEd.copy_(norm(turn_BTEd, layer.qk_scale_Ed, facts.eps))
@@ -371,7 +381,7 @@ class _Store:
 
     def __init__(self, cache: Cache | None, prefix_kv: Tensor | None, b: int) -> None:
         self.prefix_kv, self.b = None if cache is not None else prefix_kv, b
-        self.write: Callable[[int, Tensor], None] | None = None
+        self.write: Callable[[int, Tensor], object] | None = None
         if cache is not None:
             self.write, self.keys, self.values = cache.open()
 

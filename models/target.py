@@ -65,7 +65,8 @@ class Target(nn.Module):
 
     `runner`: auto = passes without gradients that have a cache of ours, which is decoding, run lean (models/lean.py) if
     the family can, all others through Hugging Face's modules; lean = all passes without gradients run lean (ValueError
-    if the family cannot); hf = none.
+    if the family cannot); hf = none. Passes under autocast, and while something listens to modules that lean passes do
+    not call, go through the modules all the same.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Target(nn.Module):
             )
         self._additive = config._attn_implementation == "eager"
         self._cache_argument = _cache_argument(parts.decoder)
-        self._head_rows: tuple[Tensor, Tensor, Tensor | None, Product | None] | None = None
+        self._head_rows: tuple[tuple[int, int], Tensor, Tensor, Tensor | None, Product | None] | None = None
         self._head_product: tuple[tuple[int, int], Product | None] | None = None
         self.not_lean = "its weights are rounded" if quantized is not None else why_not_lean(model, parts)
         self._lean = [LeanRunner(model, parts)] if self.not_lean is None else []
@@ -256,13 +257,13 @@ class Target(nn.Module):
             weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
         else:
             kept = self._head_rows
-            if kept is None or kept[1].dtype != head.weight.dtype or not torch.equal(kept[0], ids):
+            if kept is None or kept[0] != mark(head.weight) or not torch.equal(kept[1], ids):
                 with torch.inference_mode(False):  # kept, and read by passes with gradients too
                     bias = None if head.bias is None else head.bias[ids]
                     rows = head.weight[ids]
                     packed = packed_product(rows, bias) if self.runner == "lean" else None
-                    kept = self._head_rows = (ids.clone(), rows, bias, packed)
-            _, weight, bias, product = kept
+                    kept = self._head_rows = (mark(head.weight), ids.clone(), rows, bias, packed)
+            _, _, weight, bias, product = kept
             product = None if torch.is_grad_enabled() or self.runner == "hf" else product
         # Flat: of some rows of a batch (a view), `linear` would copy the whole weight (4 ms for 8,192 rows of 576).
         flat = hidden.to(weight.dtype).reshape(-1, hidden.shape[-1])
@@ -297,6 +298,8 @@ class Target(nn.Module):
 
     def _runs_lean(self, cache: Cache | None) -> bool:
         if self.runner == "hf" or torch.is_grad_enabled() or not (cache is None or type(cache) is Cache):
+            return False
+        if torch.is_autocast_enabled(self.device.type):  # modules are told to round elsewhere
             return False
         return (cache is not None or self._runner == "lean") and not self._lean[0].hooked_elsewhere()
 

@@ -68,7 +68,8 @@ def compare(case: Case) -> dict[str, Any]:
     if len(got) != len(want) or any(a.shape != b.shape for a, b in zip(got, want, strict=True)):
         return {"wrong": f"shapes {[tuple(x.shape) for x in got]}, wanted {[tuple(x.shape) for x in want]}"}
     errors = [
-        float((a.double() - b.double()).abs().max()) if a.numel() else 0.0 for a, b in zip(got, want, strict=True)
+        float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
+        for a, b in zip(got, want, strict=True)
     ]
     wrong = {} if all(error <= case.atol for error in errors) else {"wrong": f"errors {errors}, allowed {case.atol}"}
     return {"error": max(errors), "allowed": case.atol} | wrong

@@ -163,6 +163,26 @@ def test_what_an_open_engine_refuses(real: Any) -> None:
     engine = Engine(real, None, DecodeConfig(), longest=16, prompt=8)
     with pytest.raises(ValueError, match="there is room for 16"):
         engine.add(request(0, real))
+    with pytest.raises(ValueError, match="a prompt of 9 tokens, there is room for 8"):
+        engine.add(Request(0, [5] * 9, SamplingParams(max_new_tokens=2), (), None, live=False))
+
+
+def test_drafters_that_keep_nothing_are_made_ready_once(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medusa stacks its weights then: not whenever somebody comes or goes."""
+    drafter, made = make("medusa", real), list[Any]()
+    init = drafter.init
+
+    def counted(prefill: Any) -> Any:
+        made.append(prefill)
+        return init(prefill)
+
+    monkeypatch.setattr(drafter, "init", counted)
+    engine = Engine(real, drafter, DecodeConfig(max_rows=3), longest=48, prompt=24)
+    come_and_go(engine, real)
+    assert len(made) == 1
+    engine.clear()
+    come_and_go(engine, real)
+    assert len(made) == 2
 
 
 def test_top_log_probabilities_are_those_of_the_model(real: Any) -> None:

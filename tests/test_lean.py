@@ -1,5 +1,6 @@
 """The lean runner computes what Hugging Face's modules do: every family, cache, mask and method inside the target."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,6 +252,10 @@ def test_adapters_and_the_denoisers_on_them(dtype: torch.dtype) -> None:
         assert not torch.equal(read(target), before)
         with adapters.view("clean"):
             assert torch.equal(read(target), before)
+    handle = target.layers[0].self_attn.v_proj.base_layer.register_forward_hook(lambda m, args, out: 2 * out)
+    assert not torch.equal(read(target), before)  # of what is inside an adapter that is off
+    handle.remove()
+    assert torch.equal(read(target), before)
     denoiser = TargetDenoiser(target, 4, adapters.needed_mask_id(), shift=True, adapters=adapters)
 
     def passes() -> list[Any]:
@@ -269,13 +274,20 @@ def test_adapters_and_the_denoisers_on_them(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_change_are_read_anew(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Written in place, moved to another type, unfrozen; saved with the memory that both paths share."""
+    """Written in place, replaced, copied, moved to another type, unfrozen; saved with the memory that both paths share."""
     target, other = small(family="qwen3", seed=1, dtype=dtype), small(family="qwen3", seed=2, dtype=dtype)
-    ids_BT, positions_BT = ids_of(1, 6), torch.arange(6)[None]
+    ids_BT, positions_BT, some = ids_of(1, 6), torch.arange(6)[None], torch.arange(5, 90)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
 
-    def check() -> None:
-        same(target, lambda: [target.head(target.forward(ids_BT, positions_BT).last_hidden_BTD)], tolerance)
+    def check(target: Target = target) -> None:
+        def passes() -> list[Any]:
+            hidden_BTD = target.forward(ids_BT, positions_BT).last_hidden_BTD
+            return [target.head(hidden_BTD), target.head(hidden_BTD, some)]
+
+        same(target, passes, tolerance)
+        with torch.no_grad():
+            hidden_BTD = target.forward(ids_BT, positions_BT).last_hidden_BTD
+            close(target.head(hidden_BTD, some), target.head(hidden_BTD)[..., some], tolerance)
 
     check()
     target.model.save_pretrained(tmp_path)
@@ -285,6 +297,16 @@ def test_weights_that_change_are_read_anew(dtype: torch.dtype, tmp_path: Path) -
     check()
     with run_by(target, "lean"), run_by(other, "hf"), torch.no_grad():
         close(*(t.forward(ids_BT, positions_BT).last_hidden_BTD for t in (target, other)), tolerance)
+    twin = copy.deepcopy(target)
+    with torch.no_grad():
+        for weight in twin.model.parameters():
+            weight.mul_(1.1)
+    check(twin)
+    check()
+    target.model.load_state_dict(twin.model.state_dict(), assign=True)
+    check()
+    with run_by(target, "lean"), run_by(twin, "hf"), torch.no_grad():
+        close(*(t.forward(ids_BT, positions_BT).last_hidden_BTD for t in (target, twin)), tolerance)
     target.model.requires_grad_(True)
     with torch.no_grad():
         for weight in target.model.parameters():
@@ -324,3 +346,12 @@ def test_gradients_and_foreign_hooks_take_the_modules() -> None:
         with pytest.raises(ValueError, match=r"embeddings of torch.float64: this target computes in torch.float32"):
             target.forward(embeds_BTD.double(), torch.arange(5)[None])
     assert seen == [1] and not states.last_hidden_BTD.is_inference()
+
+
+@torch.no_grad()
+def test_autocast_takes_the_modules_which_round_as_it_says() -> None:
+    target, ids_BT, found = small(), ids_of(1, 5), []
+    for runner in ("lean", "hf"):
+        with run_by(target, runner), torch.autocast("cpu", torch.bfloat16):
+            found.append(target.forward(ids_BT, torch.arange(5)[None]).last_hidden_BTD)
+    assert torch.equal(*found)

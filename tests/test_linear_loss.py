@@ -173,6 +173,7 @@ def test_gradients_formed_in_forward_serve_once() -> None:
         ({"teacher": None}, "kl need a teacher"),
         ({"terms": ((1.0, "ce"),)}, "ce needs label_T"),
         ({"temperature": 0.0}, "temperature=0.0"),
+        ({"weight_T": torch.ones(T, requires_grad=True)}, "weight_T gets no gradient"),
         ({"weight_T": torch.ones(3)}, "weight_T has 3 rows, hidden has 13"),
         ({"teacher": Dense(torch.zeros(T, W + 1))}, "30 ids, the head of 29"),
         ({"hidden_TD": torch.zeros(T, D + 1)}, "must be [T, D] and [W, D]"),

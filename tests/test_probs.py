@@ -83,9 +83,10 @@ def test_ties_rank_by_index() -> None:
 
 def test_a_tiny_temperature_is_finite_and_greedy() -> None:
     logits_RV = torch.randn(3, 40) * 30
-    p_RV = probs(logits_RV, SamplingParams(temperature=1e-6))
-    assert bool(p_RV.isfinite().all())
-    assert torch.equal(p_RV.argmax(-1), logits_RV.argmax(-1)) and bool((p_RV.amax(-1) > 1 - 1e-6).all())
+    for temperature in (1e-6, 1e-40, 1e-60):  # the last one is 0 in float32
+        p_RV = probs(logits_RV, SamplingParams(temperature=temperature))
+        assert bool(p_RV.isfinite().all())
+        assert torch.equal(p_RV.argmax(-1), logits_RV.argmax(-1)) and bool((p_RV.amax(-1) > 1 - 1e-6).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -146,6 +147,8 @@ def test_draw_never_takes_a_token_of_probability_zero() -> None:
         ("top_p", 1.5),
         ("min_p", -0.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),
+        ("frequency_penalty", -1e39),
         ("presence_penalty", math.inf),
         ("max_new_tokens", 0),
         ("min_new_tokens", 500),

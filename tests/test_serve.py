@@ -6,16 +6,15 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from scripted_denoiser import denoiser_of
+from serving import DECODE, complete, running, streamed, until
 
 from draftsmith.inference import serve as command
 from draftsmith.inference import server as http
@@ -28,9 +27,8 @@ from draftsmith.inference.serve import (
     key_of,
     load_served,
     name_of,
+    own_names,
     run_serve,
-    service_of,
-    with_engine,
 )
 from draftsmith.inference.server import Server
 from draftsmith.inference.speculate import DecodeConfig, generate
@@ -39,9 +37,6 @@ from draftsmith.inference.worker import Limits
 from draftsmith.kernels import rng
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
-
-DECODE = DecodeConfig(k=3, max_rows=3)
-CONFIG = ServeConfig(port=0, queue=4, max_prompt=150, max_answer=90, default_answer=12, name="tiny", max_rows=3)
 
 
 @pytest.fixture(scope="module")
@@ -53,34 +48,6 @@ def made(tiny: Any) -> Assembled:
     return Assembled(target, drafter.to(torch.float64).eval(), DECODE, None)
 
 
-@contextmanager
-def running(made: Assembled | Served, slow: float = 0.0, key: str | None = None, **options: Any) -> Iterator[Any]:
-    """(client, server) of a server in a thread; `slow`: seconds that every step takes more."""
-    served = with_engine(made, CONFIG.max_rows) if isinstance(made, Assembled) else made
-    service = service_of(ServeConfig(**(vars(CONFIG) | options)), served, key)
-    if slow:
-        step = service.worker.engine.step
-
-        def slowly() -> Any:
-            time.sleep(slow)
-            return step()
-
-        service.worker.engine.step = slowly  # type: ignore[method-assign]
-    listening = threading.Event()
-    server = Server(service, "127.0.0.1", 0, 64, lambda _: listening.set())
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    assert listening.wait(20)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.address[1]}", headers=headers, timeout=30) as client:
-            yield client, server
-    finally:
-        server.handle_exit(signal.SIGTERM, None)
-        thread.join(20)
-        assert not thread.is_alive()
-
-
 @pytest.fixture(scope="module")
 def live(made: Assembled) -> Iterator[Any]:
     with running(made) as pair:
@@ -90,28 +57,6 @@ def live(made: Assembled) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def client(live: Any) -> httpx.Client:
     return live[0]
-
-
-def until(what: Any, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
-def complete(client: httpx.Client, prompt: Any, **options: Any) -> dict[str, Any]:
-    reply = client.post("/v1/completions", json={"model": "tiny", "prompt": prompt, **options})
-    assert reply.status_code == 200, reply.text
-    return reply.json()
-
-
-def streamed(client: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
-    with client.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as reply:
-        assert reply.status_code == 200
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in reply.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
-    return [json.loads(line[6:]) for line in lines[:-1]]
 
 
 def offline(made: Assembled, prompt: str, **params: Any) -> Any:
@@ -238,6 +183,9 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     (OK | {"model": "other"}, 404, "model"),
     (OK | {"model": 3}, 400, "model"),
     (OK | {"temprature": 1}, 400, "temprature"),
+    (OK | {"\ud800": 1}, 400, "?"),
+    (OK | {"x" * 9000: 1}, 400, "x" * 100),
+    (OK | {"n": 8}, 400, "n"),  # 3 rows, a queue of 4
     (OK | {"temperature": -1}, 400, "temperature"),
     (OK | {"temperature": "hot"}, 400, "temperature"),
     (OK | {"temperature": True}, 400, "temperature"),
@@ -379,8 +327,8 @@ def test_a_failing_step_fails_its_requests_alone(made: Assembled, capsys: pytest
     assert "a fault of the model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("drain", [20.0, 0.2])
-def test_the_graceful_stop(made: Assembled, drain: float) -> None:
+@pytest.mark.parametrize(("drain", "signals"), [(20.0, 1), (0.2, 1), (20.0, 2)])
+def test_the_graceful_stop(made: Assembled, drain: float, signals: int) -> None:
     with running(made, slow=0.05, drain=drain) as (client, server):
         with client.stream(
             "POST", "/v1/completions", json=OK | {"stream": True, "max_tokens": 20, "ignore_eos": True}
@@ -393,8 +341,10 @@ def test_the_graceful_stop(made: Assembled, drain: float) -> None:
                 refused = client.post(path, json=body)
                 assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
             assert client.get("/health").status_code == 503
+            if signals == 2:
+                server.handle_exit(signal.SIGTERM, None)
             rest = [json.loads(x[6:]) for x in [first, *lines] if x and x != "data: [DONE]"]
-        if drain > 1:
+        if drain > 1 and signals == 1:
             assert rest[-1]["choices"][0]["finish_reason"] == "length"
         else:
             assert rest[-1]["error"]["code"] == "stopping"
@@ -498,6 +448,14 @@ def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
         with pytest.raises(ValueError, match=words):
             key_of(ServeConfig(**options))
     assert name_of(ServeConfig(model=str(tmp_path)), "t") == tmp_path.name
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    with taken, pytest.raises(ValueError, match=f"port={port}: Address already in use"):
+        run_serve(ServeConfig(target="tiny", port=port))
+    with pytest.raises(ValueError, match=r"host='203\.0\.113\.5', port=0"):
+        run_serve(ServeConfig(target="tiny", host="203.0.113.5", port=0, api_key_env="KEY"))
+    for host, known in (("127.0.0.2", "127.0.0.2"), ("::1", "[::1]"), ("127.0.0.1", "localhost")):
+        assert known in own_names(host)
     assert name_of(ServeConfig(model="user/head"), "t") == "user/head"
     assert name_of(ServeConfig(model="ngram"), "t") == "t"
     assert name_of(ServeConfig(name="mine"), "t") == "mine"

@@ -25,6 +25,17 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
                 lambda x=x, w=weight_D, r=residual: tuple(add_norm_reference(x, w, 1e-5, r)),
                 atol=2e-6 if dtype == torch.float32 else 8e-3,  # an ulp of 4 to 8 (fp16): rounding to the other side
             )
+    for learns in range(3):  # gradients take the plain form
+        given = [torch.randn(shape).to(dtype) for shape in ((3, 20), (20,), (3, 20))]
+        given[learns].requires_grad_()
+        yield Case(
+            f"gradients by argument {learns}",
+            lambda given=given, i=learns: torch.autograd.grad(add_norm(*given[:2], 1e-5, given[2])[0].sum(), given[i]),
+            lambda given=given, i=learns: torch.autograd.grad(
+                add_norm_reference(*given[:2], 1e-5, given[2])[0].sum(), given[i]
+            ),
+            atol=0,
+        )
     tiny_MD = torch.full((2, 40), 1e-4).to(dtype)  # squares of 1e-8, beneath eps and fp16's smallest
     wide_MD = torch.randn(40, 3).to(dtype).T  # columns apart
     for name, x in (("small next to eps", tiny_MD), ("columns apart", wide_MD)):
