@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels import rng
@@ -24,6 +25,7 @@ STAGES = ("prefill", "draft", "verify", "commit")
 class Stats:
     """Counts of one request, trimmed at its stop; they add up over requests (`+`).
 
+    `reused`: tokens of the prompt whose keys and values were known from earlier requests (inference/prefixes.py).
     `committed` tokens, of which one per request comes from the prefill and the others from `verifies` passes of the
     target; `accepted_hist[j]` verifications that kept j drafted tokens; `tried[d]` and `accepted[d]` (d = 0 is depth 1):
     verifications that reached depth d + 1 with a candidate there, and kept one; `ranks[d][r]`: kept the r-th sibling.
@@ -32,6 +34,7 @@ class Stats:
 
     requests: int = 1
     prompt_tokens: int = 0
+    reused: int = 0
     committed: int = 0
     from_draft: int = 0
     verifies: int = 0
@@ -62,6 +65,7 @@ class Stats:
         return Stats(
             requests=self.requests + other.requests,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            reused=self.reused + other.reused,
             committed=self.committed + other.committed,
             from_draft=self.from_draft + other.from_draft,
             verifies=self.verifies + other.verifies,
@@ -288,6 +292,20 @@ class Request:
         if found:
             self.stop_reason = "stop_string"
         return out
+
+    def take_logits(self, logits_XV: Tensor, ids: Sequence[int], tokens: int, keep: bool) -> None:
+        """Note what was asked for of the rows that the newest `ids` were chosen from; ids from `tokens` on do not exist."""
+        if self.params.logprobs:
+            x_XV = logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()
+            log_XV = x_XV - x_XV.logsumexp(-1, keepdim=True)
+            ids_X1 = torch.tensor(ids, device=x_XV.device)[:, None]
+            self.logprobs += log_XV.gather(1, ids_X1)[:, 0].tolist()
+            if n := min(self.params.top_logprobs, tokens):
+                best = log_XV[:, :tokens].topk(n)
+                for likely, logs in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                    self.top_logprobs.append(list(zip(likely, logs, strict=True)))
+        if keep:
+            self.logits += list(logits_XV.clone())
 
     def result(
         self, logits: Tensor | None = None, passes: Passes | None = None, order: list[int] | None = None

@@ -18,6 +18,8 @@ class Turns:
     """Requests that a denoiser answers, at most `decode.max_rows` at a time. Raises ValueError for settings that do not fit
     the model."""
 
+    prefixes = None  # a canvas is read as a whole
+
     def __init__(self, denoiser: Denoiser, decode: DiffuseConfig) -> None:
         self.denoiser, self.decode = denoiser, fit(denoiser, decode)
         self.rows = decode.max_rows

@@ -56,7 +56,7 @@ def made(tiny: Any) -> Assembled:
 @contextmanager
 def running(made: Assembled | Served, slow: float = 0.0, key: str | None = None, **options: Any) -> Iterator[Any]:
     """(client, server) of a server in a thread; `slow`: seconds that every step takes more."""
-    served = with_engine(made, CONFIG.max_rows) if isinstance(made, Assembled) else made
+    served = with_engine(made, CONFIG.max_rows, prefix_mb=1) if isinstance(made, Assembled) else made
     service = service_of(ServeConfig(**(vars(CONFIG) | options)), served, key)
     if slow:
         step = service.worker.engine.step
@@ -144,6 +144,7 @@ def test_answers_are_those_of_generate_alone_and_among_others(client: httpx.Clie
             "prompt_tokens": prompt_tokens,
             "completion_tokens": len(want.ids),
             "total_tokens": prompt_tokens + len(want.ids),
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
         assert reply["object"] == "text_completion" and reply["model"] == "tiny"
 
@@ -179,11 +180,35 @@ def test_a_chat_is_rendered_by_the_template_and_streams_its_text(client: httpx.C
     options = {"include_usage": True}
     chunks = streamed(client, "/v1/chat/completions", max_tokens=40, stream_options=options, **body)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == reply["usage"]
+    known = {"prompt_tokens_details": {"cached_tokens": len(ids) - 1}}  # it was asked before
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == reply["usage"] | known
     text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
     assert text == want.text and len(chunks) > 5
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-1] == "length"
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
+
+
+def test_later_turns_start_from_earlier_ones(client: httpx.Client, made: Assembled) -> None:
+    def value(name: str) -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith(f"draftsmith_{name} ")).split()[-1])
+
+    hits, reused = value("prefix_hits_total"), value("prompt_tokens_reused_total")
+    talk = [{"role": "user", "content": "Why is the sky blue?"}]
+    known = 0
+    for turn in range(3):
+        ids = made.target.tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+        params = SamplingParams(temperature=0.9, seed=turn, max_new_tokens=12)
+        want = generate(made.target, [ids], params, made.drafter, DECODE)[0].text
+        body = {"model": "tiny", "messages": talk, "max_tokens": 12, "temperature": 0.9, "seed": turn}
+        reply = client.post("/v1/chat/completions", json=body).json()
+        assert reply["choices"][0]["message"]["content"] == want
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= known - 1 and reply["usage"]["prompt_tokens"] == len(ids)
+        known = len(ids)
+        talk += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And?"}]
+    assert value("prefix_hits_total") >= hits + 2 and value("prompt_tokens_reused_total") > reused + 40
+    assert 0 < value("prefix_bytes") <= 1e6
 
 
 def test_several_answers_have_seeds_of_their_own(client: httpx.Client, made: Assembled) -> None:
@@ -471,6 +496,8 @@ def test_what_is_served_is_chosen_as_generate_does() -> None:
     served = load_served(ServeConfig(model="ngram", target="tiny", k=5, max_rows=2), ())
     engine = served.engine(Limits(0, 20, 10, 30, 1.0))
     assert isinstance(engine, Engine) and (engine.rows, engine.decode.k, engine.longest) == (2, 5, 30)
+    assert engine.prefixes is not None and engine.prefixes.limit == 512_000_000
+    assert load_served(ServeConfig(target="tiny", prefix_mb=0), ()).engine(Limits(0, 20, 10, 30, 1.0)).prefixes is None
     assert served.how == "drafted by ngram" and load_served(ServeConfig(target="tiny"), ()).how == "plain decoding"
     for options, words in (
         ({"model": "ngram"}, "add --target NAME"),
@@ -493,6 +520,7 @@ def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
         ({"port": 70000}, "port=70000"),
         ({"max_rows": 0}, "max_rows=0"),
         ({"timeout": 0.0}, "timeout=0.0"),
+        ({"prefix_mb": -1}, "prefix_mb=-1"),
         ({"default_answer": 2000}, "default_answer=2000"),
     ):
         with pytest.raises(ValueError, match=words):
