@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..kernels import rng
 from ..losses.probs import SamplingParams
+from .grammar import Guide, guide_of
 
 STAGES = ("prefill", "draft", "verify", "commit")
 
@@ -138,7 +140,8 @@ class Passes:
 @dataclass(frozen=True)
 class Event:
     """What one step added to one request: `text` is final (never revised by later events), and may lag behind `ids`.
-    `step` 0 is the prefill. `stop_reason`: "eos", "stop_id", "stop_string" or "length" in the last event, else None."""
+    `step` 0 is the prefill. `stop_reason`: "eos", "stop_id", "stop_string", "length", "grammar" (it can say no more) or
+    "grammar_limit" (it became too large to follow) in the last event, else None."""
 
     row: int
     step: int
@@ -242,6 +245,7 @@ class Request:
         self.row = row
         self.prompt = list(prompt)
         self.params = params
+        self.model_eos_ids = tuple(eos_ids)
         self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
         self.stop_ids = frozenset(params.stop_ids)
         self.seed = rng.signed(rng.fresh_seed() if params.seed is None else params.seed)
@@ -258,6 +262,12 @@ class Request:
         self.steps = 0
         self.stats = Stats(prompt_tokens=len(self.prompt))
 
+    @cached_property
+    def guide(self) -> Guide | None:
+        """Where the answer stands in its grammar; None without one. Made where it is first asked for."""
+        grammar = self.params.grammar
+        return None if grammar is None else guide_of(self.tokenizer, self.model_eos_ids, grammar)
+
     def commit(self, tokens: Sequence[int], accepted: int) -> Event:
         """Take the tokens of one step, of which the first `accepted` were drafted, until one of them ends the answer."""
         text, first = "", len(self.ids)
@@ -270,7 +280,9 @@ class Request:
                 self.stop_reason = "eos"
             elif token in self.stop_ids:
                 self.stop_reason = "stop_id"
-            elif self.detokenizer is not None:
+            elif self.guide is not None:
+                self.stop_reason = self.guide.take(token)
+            if self.stop_reason not in ("eos", "stop_id") and self.detokenizer is not None:
                 text += self._take(self.detokenizer.push(token))
             if self.stop_reason is None and len(self.ids) >= self.params.max_new_tokens:
                 self.stop_reason = "length"

@@ -393,7 +393,7 @@ class Engine:
         name = verify.resolve(decode.verifier, tree, self.params.hot, decode.allow_lossy)
         rule = verify.VERIFIERS[name]
         see_BMJ = None
-        if self.params.penalises:
+        if self.params.paths:
             see_BMJ = (tree.visible() if passed.see_BMM is None else passed.see_BMM)[:, :, 1:]
         history = self.ledger.at(passed.depths_BM, tree.tokens_BN, see_BMJ)
         flat_XV = passed.logits_BMV.reshape(b * m, v)

@@ -113,4 +113,4 @@ def reason_of(event: Event) -> str | None:
     """OpenAI's word for why an answer ended."""
     if event.stop_reason is None:
         return None
-    return "length" if event.stop_reason == "length" else "stop"
+    return "length" if event.stop_reason in ("length", "grammar_limit") else "stop"

@@ -29,6 +29,8 @@ class Turns:
         """ValueError, which names the field, for what a denoiser cannot tell."""
         if params.logprobs:
             raise ValueError("logprobs: a denoiser has none: it decides tokens out of order")
+        if params.grammar is not None:
+            raise ValueError("grammar: a denoiser follows none: it decides tokens out of order")
 
     def add(self, request: Request) -> None:
         """Let a request wait for the next batch."""

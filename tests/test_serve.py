@@ -22,6 +22,7 @@ from draftsmith.inference import server as http
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.generate import Assembled
+from draftsmith.inference.grammar import regex_grammar
 from draftsmith.inference.serve import (
     ServeConfig,
     Served,
@@ -255,6 +256,26 @@ def test_log_probabilities(client: httpx.Client, made: Assembled) -> None:
         assert e["bytes"] is None or bytes(e["bytes"]).decode() == e["token"]
 
 
+def test_answers_have_the_form_that_is_asked_for(client: httpx.Client, made: Assembled) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema["x-guidance"] = {"whitespace_flexible": False}  # or a model without sense may say blanks for ever
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    body = CHAT_OK | {"response_format": asked, "seed": 3, "max_tokens": 80}
+    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert json.loads(choice["message"]["content"])["a"] in (1, 2) and choice["finish_reason"] == "stop"
+    chunks = streamed(client, "/v1/chat/completions", **body)
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == choice["message"]["content"]
+    want = offline(made, "x", temperature=1.0, seed=4, max_new_tokens=9, grammar=regex_grammar("[a-c]{3,4}"))
+    assert complete(client, "x", seed=4, max_tokens=9, guided_regex="[a-c]{3,4}")["choices"][0]["text"] == want.text
+    assert complete(client, "x", max_tokens=9, response_format={"type": "json_object"})["choices"][0]["text"][0] == "{"
+    for wrong, param in (({"guided_regex": "(a"}, "guided_regex"), ({"response_format": {
+        "type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "response_format")):  # fmt: skip
+        reply = client.post("/v1/completions", json=OK | wrong)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+        assert reply.json()["error"]["message"].startswith(param)
+
+
 CHAT_OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 OK = {"model": "tiny", "prompt": "x"}
 WRONG: list[tuple[dict[str, Any], int, str]] = [
@@ -298,7 +319,13 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     (CHAT_OK | {"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, 400, "messages[0].tool_calls"),
     (CHAT_OK | {"top_logprobs": 2}, 400, "top_logprobs"),
     (CHAT_OK | {"max_tokens": 5, "max_completion_tokens": 5}, 400, "max_completion_tokens"),
-    (CHAT_OK | {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT_OK | {"response_format": {"type": "xml"}}, 400, "response_format"),
+    (CHAT_OK | {"response_format": "json"}, 400, "response_format"),
+    (CHAT_OK | {"response_format": {"type": "json_schema"}}, 400, "response_format"),
+    (CHAT_OK | {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, 400, "response_format"),
+    (CHAT_OK | {"response_format": {"type": "json_object"}, "min_tokens": 2}, 400, "min_tokens"),
+    (CHAT_OK | {"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "guided_regex"),
+    (OK | {"guided_regex": ""}, 400, "guided_regex"),
     (CHAT_OK | {"tools": [{"type": "function"}]}, 400, "tools"),
 ]  # fmt: skip
 
