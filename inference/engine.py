@@ -131,7 +131,7 @@ class Engine:
         # Rows are bit-identical only over equally many keys as well: read all slots, not as far as the longest row.
         self.cache = target.new_cache(rows, self.slots, read_all=decode.fixed_width is not None)
         self.taps = tuple(drafter.taps) if drafter is not None else ()
-        self.prefixes: Prefixes | None = None
+        self.prefixes = None
         self.states = States(getattr(drafter, "draft_needs", frozenset()), rows, self.slots)
         self.state: Any = None
         self.commit: Commit | None = None
