@@ -20,6 +20,7 @@ MAX_N = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 20
+MAX_PATTERN_CHARS = 4096
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -40,7 +41,8 @@ class ApiError(Exception):
 @dataclass(frozen=True)
 class Ask:
     """A request as it was understood. `messages` of a chat, or `prompts` (texts or token ids); `params` says how to
-    sample, its `max_new_tokens` is the default where `sized` is False; `n` answers per prompt."""
+    sample, its `max_new_tokens` is the default where `sized` is False; `n` answers per prompt. `form`: the field that says
+    what answers must look like, and a JSON schema or a regular expression."""
 
     model: str
     messages: tuple[dict[str, str], ...] | None
@@ -50,6 +52,7 @@ class Ask:
     n: int
     stream: bool
     include_usage: bool
+    form: tuple[str, Any] | None = None
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def read_ask(body: Mapping[str, Any], chat: bool, default_tokens: int) -> Ask:
     if n * len(prompts) > MAX_N:
         raise ApiError(400, f"n={n} for {len(prompts)} prompts are {n * len(prompts)} answers, at most {MAX_N}", "n")
     usage = options.get("include_usage") is True
-    return Ask(given["model"], messages, prompts, params, length is not None, n, stream, usage)
+    return Ask(given["model"], messages, prompts, params, length is not None, n, stream, usage, _form(given))
 
 
 def _sampling(length_field: str, **options: Any) -> SamplingParams:
@@ -251,6 +254,44 @@ def _options(name: str, value: Any) -> None:
     _flag(f"{name}.include_usage", value.get("include_usage", False))
 
 
+def _format(name: str, value: Any) -> None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema") or set(value) - {"type", "json_schema"}:
+        raise ApiError(
+            400, f"{name} must be an object of type text, json_object or json_schema, not {_show(value)}", name
+        )
+    asked = value.get("json_schema")
+    if kind != "json_schema":
+        if asked is not None:
+            raise ApiError(400, f"{name}.json_schema is for type json_schema", name)
+    elif not isinstance(asked, dict) or set(asked) - {"name", "description", "schema", "strict"}:
+        raise ApiError(400, f"{name}.json_schema must be an object with name, schema, strict, description alone", name)
+    elif not isinstance(asked.get("schema"), dict):
+        raise ApiError(400, f"{name}.json_schema.schema must be an object, not {_show(asked.get('schema'))}", name)
+
+
+def _pattern(name: str, value: Any) -> None:
+    _text(name, value)
+    if not 0 < len(value) <= MAX_PATTERN_CHARS:
+        raise ApiError(400, f"{name}: {len(value)} characters, must have 1..{MAX_PATTERN_CHARS}", name)
+
+
+def _form(given: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The field that says what answers must look like, and the JSON schema or regular expression that it asks for."""
+    kind = given.get("response_format", {"type": "text"})
+    asked: list[tuple[str, Any]] = []
+    if kind["type"] != "text":
+        schema = kind["json_schema"]["schema"] if kind["type"] == "json_schema" else {"type": "object"}
+        asked.append(("response_format", schema))
+    if "guided_regex" in given:
+        asked.append(("guided_regex", given["guided_regex"]))
+    if len(asked) > 1:
+        raise ApiError(400, "give response_format or guided_regex, not both", "guided_regex")
+    if asked and given.get("min_tokens"):
+        raise ApiError(400, f"min_tokens does not go with {asked[0][0]}, which says where an answer ends", "min_tokens")
+    return asked[0] if asked else None
+
+
 def _anything(name: str, value: Any) -> None:
     """Checked elsewhere."""
 
@@ -273,6 +314,8 @@ COMMON: dict[str, Callable[[str, Any], None]] = {
     "ignore_eos": _flag,
     "stream": _flag,
     "stream_options": _options,
+    "response_format": _format,
+    "guided_regex": _pattern,
 }
 CHAT: dict[str, Callable[[str, Any], None]] = {
     "messages": _list,
@@ -294,7 +337,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),

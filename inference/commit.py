@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels import rng
 from ..losses.probs import SamplingParams
+from .grammar import Guide, guide_of
 
 STAGES = ("prefill", "draft", "verify", "commit")
 
@@ -24,6 +27,7 @@ STAGES = ("prefill", "draft", "verify", "commit")
 class Stats:
     """Counts of one request, trimmed at its stop; they add up over requests (`+`).
 
+    `reused`: tokens of the prompt whose keys and values were known from earlier requests (inference/prefixes.py).
     `committed` tokens, of which one per request comes from the prefill and the others from `verifies` passes of the
     target; `accepted_hist[j]` verifications that kept j drafted tokens; `tried[d]` and `accepted[d]` (d = 0 is depth 1):
     verifications that reached depth d + 1 with a candidate there, and kept one; `ranks[d][r]`: kept the r-th sibling.
@@ -32,6 +36,7 @@ class Stats:
 
     requests: int = 1
     prompt_tokens: int = 0
+    reused: int = 0
     committed: int = 0
     from_draft: int = 0
     verifies: int = 0
@@ -62,6 +67,7 @@ class Stats:
         return Stats(
             requests=self.requests + other.requests,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            reused=self.reused + other.reused,
             committed=self.committed + other.committed,
             from_draft=self.from_draft + other.from_draft,
             verifies=self.verifies + other.verifies,
@@ -134,7 +140,8 @@ class Passes:
 @dataclass(frozen=True)
 class Event:
     """What one step added to one request: `text` is final (never revised by later events), and may lag behind `ids`.
-    `step` 0 is the prefill. `stop_reason`: "eos", "stop_id", "stop_string" or "length" in the last event, else None."""
+    `step` 0 is the prefill. `stop_reason`: "eos", "stop_id", "stop_string", "length", "grammar" (it can say no more) or
+    "grammar_limit" (it became too large to follow) in the last event, else None."""
 
     row: int
     step: int
@@ -238,6 +245,7 @@ class Request:
         self.row = row
         self.prompt = list(prompt)
         self.params = params
+        self.model_eos_ids = tuple(eos_ids)
         self.eos_ids = frozenset(() if params.ignore_eos else eos_ids)
         self.stop_ids = frozenset(params.stop_ids)
         self.seed = rng.signed(rng.fresh_seed() if params.seed is None else params.seed)
@@ -254,6 +262,12 @@ class Request:
         self.steps = 0
         self.stats = Stats(prompt_tokens=len(self.prompt))
 
+    @cached_property
+    def guide(self) -> Guide | None:
+        """Where the answer stands in its grammar; None without one. Made where it is first asked for."""
+        grammar = self.params.grammar
+        return None if grammar is None else guide_of(self.tokenizer, self.model_eos_ids, grammar)
+
     def commit(self, tokens: Sequence[int], accepted: int) -> Event:
         """Take the tokens of one step, of which the first `accepted` were drafted, until one of them ends the answer."""
         text, first = "", len(self.ids)
@@ -266,7 +280,9 @@ class Request:
                 self.stop_reason = "eos"
             elif token in self.stop_ids:
                 self.stop_reason = "stop_id"
-            elif self.detokenizer is not None:
+            elif self.guide is not None:
+                self.stop_reason = self.guide.take(token)
+            if self.stop_reason not in ("eos", "stop_id") and self.detokenizer is not None:
                 text += self._take(self.detokenizer.push(token))
             if self.stop_reason is None and len(self.ids) >= self.params.max_new_tokens:
                 self.stop_reason = "length"
@@ -288,6 +304,20 @@ class Request:
         if found:
             self.stop_reason = "stop_string"
         return out
+
+    def take_logits(self, logits_XV: Tensor, ids: Sequence[int], tokens: int, keep: bool) -> None:
+        """Note what was asked for of the rows that the newest `ids` were chosen from; ids from `tokens` on do not exist."""
+        if self.params.logprobs:
+            x_XV = logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()
+            log_XV = x_XV - x_XV.logsumexp(-1, keepdim=True)
+            ids_X1 = torch.tensor(ids, device=x_XV.device)[:, None]
+            self.logprobs += log_XV.gather(1, ids_X1)[:, 0].tolist()
+            if n := min(self.params.top_logprobs, tokens):
+                best = log_XV[:, :tokens].topk(n)
+                for likely, logs in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                    self.top_logprobs.append(list(zip(likely, logs, strict=True)))
+        if keep:
+            self.logits += list(logits_XV.clone())
 
     def result(
         self, logits: Tensor | None = None, passes: Passes | None = None, order: list[int] | None = None

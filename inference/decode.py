@@ -178,6 +178,29 @@ def rows_written(drafter: Any) -> int:
     return drafter.parallel if "kv" in getattr(drafter, "draft_needs", ()) else 0
 
 
+def check_width(drafter: Any, decode: DecodeConfig, nodes: int, extra: int) -> None:
+    """ValueError for a fixed width that passes of so many nodes and extra rows, or the drafter's own, do not fit."""
+    width, rows = decode.fixed_width, nodes + extra + 1
+    if width is None or drafter is None:
+        return
+    if getattr(drafter, "prefix_kv", None) is not None:
+        raise ValueError(
+            f"fixed_width={width}: this drafter's prefix adds keys that plain decoding has not, so equal width does "
+            "not make equal bits: leave fixed_width unset"
+        )
+    if (written := rows_written(drafter)) > width:
+        raise ValueError(
+            f"fixed_width={width} is less than the {written} rows of the drafter's own passes, which would need more "
+            f"slots than plain decoding has: use fixed_width={written} (here and in plain decoding)"
+        )
+    if rows > width:
+        less = f", or k={width - 1}" if not extra else ""
+        raise ValueError(
+            f"fixed_width={width} is less than the {rows} rows of a verification with k={nodes}: "
+            f"use fixed_width={rows} (here and in plain decoding){less}"
+        )
+
+
 @contextmanager
 def training_off(drafter: Any) -> Iterator[None]:
     """The drafter in evaluation mode, afterwards as it was."""

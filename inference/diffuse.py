@@ -165,6 +165,10 @@ def diffuse(
 def batch_of(denoiser: Denoiser, requests: list[Request], decode: DiffuseConfig) -> _Batch | SelfVerifying:
     """The closed batch that answers these requests, step by step; `decode` as `fit` returns it."""
     verify = decode.strategy.verify
+    if any(r.params.grammar is not None for r in requests):
+        raise ValueError(
+            "grammar: a denoiser decides tokens out of order, and grammars are followed from left to right"
+        )
     if isinstance(verify, SelfVerify):
         return SelfVerifying(denoiser, requests, verify)
     return _Batch(denoiser, requests, decode)

@@ -34,12 +34,11 @@ from ..models.drafter import Budget, Commit, ExtraOut, Prefill, Verified
 from ..models.tree import Tree
 from . import verify
 from .commit import Event, Request
-from .decode import DecodeConfig, depth_of, plan_of, refuse_rule, rows_written
+from .decode import DecodeConfig, check_width, depth_of, plan_of, refuse_rule, rows_written
 from .ledger import Ledger
+from .prefixes import Prefixes, Start, States, read_together
 from .rows import closed_up, join, take_rows
 from .trees import TREES, Draft, with_prompts
-
-PREFILL_TOKENS = 2048  # of newcomers that are read together, padding included; one prompt may be longer
 
 
 def refuse_open(drafter: Any) -> None:
@@ -70,16 +69,26 @@ class Engine:
     """Requests that are decoded together, and everything that lives as long as they do.
 
     `longest`: most tokens of a prompt and its answer; `prompt`: of a prompt. At most `decode.max_rows` requests run at a
-    time, the others wait in the order in which they came. Raises ValueError for settings that do not fit.
+    time, the others wait in the order in which they came. With `prefixes`, rows that are done are kept there, and prompts
+    start from what they share with them. Raises ValueError for settings that do not fit.
     """
 
-    def __init__(self, target: Any, drafter: Any, decode: DecodeConfig, longest: int, prompt: int) -> None:
+    def __init__(
+        self,
+        target: Any,
+        drafter: Any,
+        decode: DecodeConfig,
+        longest: int,
+        prompt: int,
+        prefixes: Prefixes | None = None,
+    ) -> None:
         refuse_open(drafter)
         if decode.fixed_width is not None:
             raise ValueError(
                 f"fixed_width={decode.fixed_width} is for closed batches, here their rows change: leave it out"
             )
         self._build(target, drafter, decode, decode.max_rows, longest, prompt)
+        self.prefixes = prefixes
 
     @staticmethod
     def closed(target: Any, requests: Sequence[Request], drafter: Any, decode: DecodeConfig) -> Engine:
@@ -111,7 +120,7 @@ class Engine:
         self.prefix_kv: Tensor | None = getattr(drafter, "prefix_kv", None)
         self.table_XD: Tensor | None = getattr(drafter, "extra_table_XD", None)
         written = rows_written(drafter)
-        self._check_width(nodes, extra, written)
+        check_width(drafter, decode, nodes, extra)
         behind = 0 if self.prefix_kv is None else self.prefix_kv.shape[3]
         self.slots = longest + max(decode.fixed_width or 1 + nodes + extra + behind, written)
         # A drafter keeps what it was asked to extend, which may be more than what stayed in the tree.
@@ -123,32 +132,12 @@ class Engine:
         # Rows are bit-identical only over equally many keys as well: read all slots, not as far as the longest row.
         self.cache = target.new_cache(rows, self.slots, read_all=decode.fixed_width is not None)
         self.taps = tuple(drafter.taps) if drafter is not None else ()
+        self.prefixes = None
+        self.states = States(getattr(drafter, "draft_needs", frozenset()), rows, self.slots)
         self.state: Any = None
         self.begun = False  # the drafter's state was made; drafters that keep nothing have None
         self.commit: Commit | None = None
         self.seeds_B = self.rounds_B = self.anchors_B = torch.zeros(0, dtype=torch.int64, device=self.device)
-
-    def _check_width(self, nodes: int, extra: int, written: int) -> None:
-        """Refuse a fixed width that the passes do not fit."""
-        width, rows = self.decode.fixed_width, nodes + extra + 1
-        if width is None or self.drafter is None:
-            return
-        if self.prefix_kv is not None:
-            raise ValueError(
-                f"fixed_width={width}: this drafter's prefix adds keys that plain decoding has not, so equal width does "
-                "not make equal bits: leave fixed_width unset"
-            )
-        if written > width:
-            raise ValueError(
-                f"fixed_width={width} is less than the {written} rows of the drafter's own passes, which would need more "
-                f"slots than plain decoding has: use fixed_width={written} (here and in plain decoding)"
-            )
-        if rows > width:
-            less = f", or k={width - 1}" if not extra else ""
-            raise ValueError(
-                f"fixed_width={width} is less than the {rows} rows of a verification with k={nodes}: "
-                f"use fixed_width={rows} (here and in plain decoding){less}"
-            )
 
     def refuse(self, params: SamplingParams) -> None:
         """ValueError, which names the field, for a request that the acceptance rule does not fit."""
@@ -179,6 +168,8 @@ class Engine:
         self.begun = False
         self.cache.arrange([], self.rows)
         self.cache.reset()
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     @property
     def running(self) -> int:
@@ -192,16 +183,27 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Let waiting requests in, where rows are free; otherwise one verification for every request that is not done."""
+        if self.prefixes is not None:
+            self._keep_done(self.prefixes)
         free = self.rows - self.running if self.open or not self.requests else 0
         if self.waiting and free > 0:
             newcomers = self.waiting[:free]
-            while self.open and len(newcomers) > 1 and _padded(newcomers) > PREFILL_TOKENS:
-                newcomers.pop()
-            del self.waiting[: len(newcomers)]
-            return self._enter(newcomers)
+            starts = [Start() if self.prefixes is None else self.prefixes.find(r.prompt) for r in newcomers]
+            count = len(newcomers)
+            if self.open:
+                count = read_together([len(r.prompt) for r in newcomers], starts, self.longest)
+            del self.waiting[:count]
+            return self._enter(newcomers[:count], starts[:count])
         if self.open and 0 < self.running < len(self.requests):
             self._arrange([])
         return self._decode() if self.running else []
+
+    def _keep_done(self, prefixes: Prefixes) -> None:
+        """Keep what the cache holds of requests that are done, before their rows are taken."""
+        for row, r in enumerate(self.requests):
+            if r.stop_reason is not None:
+                n = int(self.cache.lengths_B[row])
+                prefixes.keep((r.prompt + r.ids)[:n], self.cache.kv[:, :, row, :, :n], self.states.row(row, n))
 
     def _spend(self, stage: str, since: float, requests: Sequence[Request]) -> float:
         if self.device.type == "cuda":
@@ -216,6 +218,8 @@ class Engine:
         rows = closed_up([r.stop_reason is None for r in self.requests])
         grown = len(newcomers)
         self.requests = [self.requests[i] for i in rows] + newcomers
+        if self.prefixes is not None:
+            self.states.arrange(rows, self.cache.lengths_B.tolist())
         if self.open:
             self.cache.arrange(rows, grown)
         if self.drafter is not None:
@@ -240,22 +244,29 @@ class Engine:
         self.ledger = Ledger(self.requests, self.params, self.target.facts.vocab, self.target.facts.tokens, self.device)
 
     @torch.no_grad()
-    def _enter(self, newcomers: list[Request]) -> list[Event]:
-        """Run the prompts; the token after each is the first of its answer."""
+    def _enter(self, newcomers: list[Request], starts: list[Start]) -> list[Event]:
+        """Run the prompts, from where they start; the token after each is the first of its answer."""
         clock = time.perf_counter()
         self._arrange(newcomers)
         first = len(self.requests) - len(newcomers)
-        counts = [len(r.prompt) for r in newcomers]
-        longest = max(counts)
-        cache = self.cache if first == 0 else self.target.new_cache(len(counts), longest)
-        ids_BT = torch.tensor([r.prompt + [0] * (longest - len(r.prompt)) for r in newcomers], device=self.device)
-        counts_B = torch.tensor(counts, device=self.device)
-        positions_BT = torch.arange(longest, device=self.device).expand_as(ids_BT)
-        out = self.target.forward(ids_BT, positions_BT, cache=cache, taps=self.taps)
-        cache.commit(counts_B)
+        counts, begun = [len(r.prompt) for r in newcomers], [start.count for start in starts]
+        longest, rest = max(counts), max(n - s for n, s in zip(counts, begun, strict=True))
+        cache = self.cache if first == 0 else self.target.new_cache(len(counts), max(begun) + rest)
+        for i, start in enumerate(starts):
+            if self.prefixes is not None and start.kept is not None:
+                self.prefixes.use(start)
+                cache.fill(i, start.kept.kv[..., : start.count, :])
+                self.states.fill(first + i, start)
+                newcomers[i].stats.reused = start.count
+        padded = [r.prompt + [0] * (max(begun) + rest - n) for r, n in zip(newcomers, counts, strict=True)]
+        ids_BT = torch.tensor(padded, device=self.device)
+        counts_B, begun_B = torch.tensor([counts, begun], device=self.device)
+        positions_BT = begun_B[:, None] + torch.arange(rest, device=self.device)
+        out = self.target.forward(ids_BT.gather(1, positions_BT), positions_BT, cache=cache, taps=self.taps)
+        cache.commit(counts_B - begun_B)
         if cache is not self.cache:
             self.cache.adopt(first, cache)
-        last_B1D = out.last_hidden_BTD[torch.arange(len(counts), device=self.device), counts_B - 1][:, None]
+        last_B1D = out.last_hidden_BTD[torch.arange(len(counts), device=self.device), counts_B - begun_B - 1][:, None]
         logits_BV = self.target.head(last_B1D)[:, 0]
         facts, params = self.target.facts, ParamRows.pack([r.params for r in newcomers], self.device)
         ledger = Ledger(newcomers, params, facts.vocab, facts.tokens, self.device)
@@ -267,7 +278,13 @@ class Engine:
             token_B = top(logits_BV, params, history)
         self.anchors_B = torch.cat([self.anchors_B[:first], token_B])
         if self.drafter is not None:
-            prompt = Commit(ids_BT, counts_B, positions_BT, token_B, out.taps_BTPD, out.last_hidden_BTD, kv=self.cache)
+            taps, hidden = out.taps_BTPD, out.last_hidden_BTD
+            if self.prefixes is not None:
+                self.states.put(first, positions_BT, taps, hidden)
+            if any(begun):  # the drafter is told of the whole prompt, of which a part did not run
+                taps, hidden = self.states.read(first, len(counts), longest)
+                positions_BT = torch.arange(longest, device=self.device).expand(len(counts), -1)
+            prompt = Commit(ids_BT[:, :longest], counts_B, positions_BT, token_B, taps, hidden, kv=self.cache)
             self.commit = prompt if self.commit is None else join(self.commit, prompt)
         clock = self._spend("prefill", clock, newcomers)
         events = []
@@ -382,7 +399,7 @@ class Engine:
         name = verify.resolve(decode.verifier, tree, self.params.hot, decode.allow_lossy)
         rule = verify.VERIFIERS[name]
         see_BMJ = None
-        if self.params.penalises:
+        if self.params.paths:
             see_BMJ = (tree.visible() if passed.see_BMM is None else passed.see_BMM)[:, :, 1:]
         history = self.ledger.at(passed.depths_BM, tree.tokens_BN, see_BMJ)
         flat_XV = passed.logits_BMV.reshape(b * m, v)
@@ -464,6 +481,8 @@ class Engine:
         self.commit = Commit(ids_BA, keep_B, positions_BA, choice.token_B, taps, hidden, self.cache, extra_out)
         self.anchors_B = choice.token_B
         self.rounds_B += live_B
+        if self.prefixes is not None:
+            self.states.put(0, positions_BA, taps, hidden)
 
     def _show(self, tree: Tree, passed: _Pass) -> None:
         """Hand a drafter that learns from rejected candidates too what the target said after every row."""
@@ -480,20 +499,7 @@ class Engine:
         event = request.commit(tokens, accepted)
         self.ledger.add(row, event.ids)
         if logits_XV is not None and self._wants_logits(request):
-            logits_XV = logits_XV[: len(event.ids)]
-            if request.params.logprobs:
-                x_XV = logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()
-                log_XV = x_XV - x_XV.logsumexp(-1, keepdim=True)
-                ids_X1 = torch.tensor(event.ids, device=x_XV.device)[:, None]
-                request.logprobs += log_XV.gather(1, ids_X1)[:, 0].tolist()
-                if n := min(request.params.top_logprobs, self.target.facts.tokens):
-                    best = log_XV[:, : self.target.facts.tokens].topk(n)
-                    for ids, logs in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-                        request.top_logprobs.append(list(zip(ids, logs, strict=True)))
-            if self.decode.keep_logits:
-                request.logits += list(logits_XV.clone())
+            request.take_logits(
+                logits_XV[: len(event.ids)], event.ids, self.target.facts.tokens, self.decode.keep_logits
+            )
         return event
-
-
-def _padded(requests: Sequence[Request]) -> int:
-    return len(requests) * max(len(r.prompt) for r in requests)

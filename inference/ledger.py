@@ -1,4 +1,5 @@
-"""What penalties and the minimal length need to know of the rows that are decoded together. Tests: tests/test_sampling.py."""
+"""What penalties, the minimal length and grammars need to know of the rows that are decoded together. Tests:
+tests/test_sampling.py, tests/test_grammar.py."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from .commit import Request
 
 
 class Ledger:
-    """What penalties and the minimal length need to know of a batch, its answers so far included; empty where no request
-    uses them."""
+    """What penalties, the minimal length and grammars need to know of a batch, its answers so far included; empty where no
+    request uses them."""
 
     def __init__(
         self, requests: list[Request], params: ParamRows, vocab: int, tokens: int, device: torch.device
     ) -> None:
-        self.tokens = tokens
+        self.tokens, self.vocab = tokens, vocab
+        self.guided = [row for row, r in enumerate(requests) if r.params.grammar is not None]
         self.requests = requests
         self.prompt_BV = self.counts_BV = self.stops_BV = None
         b = len(requests)
@@ -54,4 +56,30 @@ class Ledger:
             early_BR = made_B1 + depths_BR < self.shortest_B1
             if bool(early_BR.any()):
                 banned_XV = (self.stops_BV[:, None] & early_BR[:, :, None]).flatten(0, 1)
+        if self.guided:
+            banned_XV = self._guide(depths_BR, tokens_BJ, see_BRJ, banned_XV)
         return History(self.tokens, prompt_XV, counts_XV, banned_XV)
+
+    def _guide(
+        self, depths_BR: Tensor, tokens_BJ: Tensor | None, see_BRJ: Tensor | None, banned_XV: Tensor | None
+    ) -> Tensor:
+        """Ban what grammars forbid behind each node. Nodes whose path is not said, or breaks the grammar, stay as they are:
+        of the former the drafter's rows alone are asked for, the latter are never reached."""
+        b, r = depths_BR.shape
+        if banned_XV is None:
+            banned_XV = torch.zeros(b * r, self.vocab, dtype=torch.bool, device=depths_BR.device)
+        for row in self.guided:
+            guide, depths = self.requests[row].guide, depths_BR[row].tolist()
+            if guide is None or self.requests[row].stop_reason is not None:
+                continue
+            paths: list[list[int]] = [[]] * r
+            if tokens_BJ is not None and see_BRJ is not None:
+                tokens = tokens_BJ[row].tolist()
+                paths = [[t for t, seen in zip(tokens, line, strict=True) if seen] for line in see_BRJ[row].tolist()]
+            for node, path in enumerate(paths):
+                mask_V = guide.banned(path) if len(path) == depths[node] else None
+                if mask_V is not None:
+                    n = min(len(mask_V), self.vocab)
+                    banned_XV[row * r + node, :n] |= mask_V[:n].to(banned_XV.device)
+                    banned_XV[row * r + node, n:] = True
+        return banned_XV

@@ -19,6 +19,10 @@ def metrics_text(worker: Worker) -> str:
     put("requests_running", "gauge", "Answers that have a row.", {"": engine.running})
     put("requests_waiting", "gauge", "Answers that wait for a row.", {"": len(engine.waiting)})
     put("prompt_tokens_total", "counter", "Tokens of prompts of finished answers.", {"": stats.prompt_tokens})
+    put("prompt_tokens_reused_total", "counter", "Those known from earlier requests.", {"": stats.reused})
+    prefixes = engine.prefixes
+    put("prefix_hits_total", "counter", "Prompts that began as an earlier one.", {"": prefixes.hits if prefixes else 0})
+    put("prefix_bytes", "gauge", "Memory of kept prefixes.", {"": prefixes.bytes if prefixes else 0})
     put("generated_tokens_total", "counter", "Tokens of finished answers.", {"": stats.committed})
     put("verifications_total", "counter", "Verifications of finished answers.", {"": stats.verifies})
     put("draft_tokens_total", "counter", "Tokens drafted for finished answers.", {"": stats.drafted})

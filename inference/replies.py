@@ -55,11 +55,17 @@ class Reply:
             choices.append({"index": i, **said, "logprobs": self._logprobs(own), "finish_reason": reason_of(own[-1])})
         return self.shell(False) | {"choices": choices, "usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
-        """Tokens of the prompts, each counted once, and of all answers; an end-of-sequence token counts."""
-        prompt = sum(len(r.prompt) for r in self.job.requests[:: self.ask.n])
-        made = sum(len(r.ids) for r in self.job.requests)
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts, each counted once, and of all answers; an end-of-sequence token counts. Of the prompts'
+        tokens those that were known from earlier requests."""
+        prompts = self.job.requests[:: self.ask.n]
+        prompt, made = sum(len(r.prompt) for r in prompts), sum(len(r.ids) for r in self.job.requests)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": sum(r.stats.reused for r in prompts)},
+        }
 
     def _logprobs(self, events: Sequence[Event]) -> dict[str, Any] | None:
         """Log-probabilities of the tokens of one answer's events, but for the one that ended it."""
@@ -107,4 +113,4 @@ def reason_of(event: Event) -> str | None:
     """OpenAI's word for why an answer ended."""
     if event.stop_reason is None:
         return None
-    return "length" if event.stop_reason == "length" else "stop"
+    return "length" if event.stop_reason in ("length", "grammar_limit") else "stop"

@@ -31,6 +31,7 @@ from .denoisers import stored_denoiser
 from .engine import Engine
 from .generate import Assembled, GenerateConfig, assemble, assemble_denoiser, decode_of, refuse_idle_flags
 from .load import is_free, refuse_idle_settings
+from .prefixes import Prefixes
 from .report import visible
 from .self_draft import SelfDraft
 from .server import OWN_NAMES, Server, Service, Settings
@@ -71,6 +72,9 @@ class ServeConfig:
     """Longest answer in tokens."""
     default_answer: int = 512
     """Longest answer where a request says nothing."""
+    prefix_mb: int = 512
+    """Memory for what earlier prompts and answers have in common with new ones, in megabytes: keys and values, and states
+    that the drafter needs; 0 = every prompt is read as a whole."""
     timeout: float = 600.0
     """Seconds that a request may take, the queue included."""
     drain: float = 30.0
@@ -115,8 +119,9 @@ class ServeConfig:
         for name in ("max_rows", "max_prompt", "max_answer", "default_answer", "body_kb", "connections"):
             if getattr(self, name) < 1:
                 raise ValueError(f"serve: {name}={getattr(self, name)}, must be an integer >= 1")
-        if self.queue < 0:
-            raise ValueError(f"serve: queue={self.queue}, must be an integer >= 0")
+        for name in ("queue", "prefix_mb"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"serve: {name}={getattr(self, name)}, must be an integer >= 0")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"serve: port={self.port}, must be in 0..65535")
         if not 0 < self.timeout < 1e6 or not 0 <= self.drain < 1e6:
@@ -217,23 +222,24 @@ def load_served(cfg: ServeConfig, named: Collection[str]) -> Served:
     refuse_idle_settings(cfg.drafter, [cfg.model if consistent is None else Jacobi.method])
     refuse_idle_flags(common, stored is not None)
     if stored is None:
-        return with_engine(assemble(common, consistent, named, []), cfg.max_rows)
+        return with_engine(assemble(common, consistent, named, []), cfg.max_rows, cfg.prefix_mb)
     denoiser, how = assemble_denoiser(common, stored, [])
     if how is None:
         drafter = SelfDraft(denoiser)
         drafter.bind(denoiser.target)
-        return with_engine(Assembled(denoiser.target, drafter, decode_of(common), None), cfg.max_rows)
+        return with_engine(Assembled(denoiser.target, drafter, decode_of(common), None), cfg.max_rows, cfg.prefix_mb)
     how = replace(how, max_rows=cfg.max_rows)
     return Served(denoiser, lambda _: Turns(denoiser, how), f"decided by {how.strategy.select}")
 
 
-def with_engine(made: Assembled, max_rows: int) -> Served:
-    """A target and its drafter, on the engine whose requests come and go."""
+def with_engine(made: Assembled, max_rows: int, prefix_mb: int = 0) -> Served:
+    """A target and its drafter, on the engine whose requests come and go; `prefix_mb`: megabytes for prefixes."""
     decode = replace(made.decode, max_rows=max_rows)
     how = "plain decoding" if made.drafter is None else f"drafted by {made.drafter.method}"
 
     def engine(limits: Limits) -> Engine:
-        return Engine(made.target, made.drafter, decode, limits.total, limits.prompt)
+        prefixes = Prefixes(prefix_mb * 1_000_000) if prefix_mb else None
+        return Engine(made.target, made.drafter, decode, limits.total, limits.prompt, prefixes)
 
     return Served(made.target, engine, how, made.about)
 

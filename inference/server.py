@@ -31,6 +31,7 @@ from ..kernels import rng
 from ..losses.probs import SamplingParams
 from .api import ApiError, Ask, read_ask, read_json
 from .commit import Event
+from .grammar import json_grammar, regex_grammar
 from .metrics import metrics_text
 from .replies import Reply
 from .speculate import check_prompt
@@ -38,6 +39,7 @@ from .worker import Job, Worker
 
 HEADER_SECONDS = 60.0  # for the headers of a request, and for its body
 GRACE_SECONDS = 60.0  # beyond a request's own time, for a client that reads slowly
+FORMS: dict[str, Callable[[Any], str]] = {"response_format": json_grammar, "guided_regex": regex_grammar}
 OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -133,9 +135,8 @@ class Service:
         self._refuse_other(ask.model)
         if self.worker.stopping:
             raise ApiError(503, "the server is stopping, it takes no new requests", code="stopping")
-        # Long prompts wait for each other, not the event loop for them.
-        prompts = await asyncio.get_running_loop().run_in_executor(self.reader, self._ids, ask)
-        each = [(ids, self._params(ask, ids)) for ids in prompts]
+        # Long prompts and large schemas wait for each other, not the event loop for them.
+        each = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, ask)
         seeded = [(ids, _numbered(params, i)) for ids, params in each for i in range(ask.n)]
         job = self.worker.submit(seeded)
         reply = Reply(job, self.settings.model, self.speller, ask)
@@ -162,6 +163,10 @@ class Service:
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {HEADER_SECONDS:.0f} s") from None
         return b"".join(parts)
+
+    def _read(self, ask: Ask) -> list[tuple[list[int], SamplingParams]]:
+        """Token ids of the prompts, with how to answer each."""
+        return [(ids, self._params(ask, ids)) for ids in self._ids(ask)]
 
     def _ids(self, ask: Ask) -> list[list[int]]:
         """Token ids of the prompts. Raises ApiError where the chat template refuses the messages."""
@@ -191,15 +196,23 @@ class Service:
                 raise ApiError(400, message, "max_tokens", "context_length_exceeded")
             params = replace(params, max_new_tokens=room)
         try:
-            check_prompt(self.worker.model, 0, ids, params)
-        except ValueError as error:
-            name = "stop_token_ids" if str(error).startswith("stop_ids") else field
-            raise ApiError(400, f"{name}: {error}", name) from None
-        try:
+            if ask.form is not None:
+                params = replace(params, grammar=FORMS[ask.form[0]](ask.form[1]))
             self.worker.engine.refuse(params)
         except ValueError as error:
-            raise ApiError(400, str(error), str(error).split(":")[0]) from None
+            raise self._refusal(ask, error, str(error).split(":")[0]) from None
+        try:
+            check_prompt(self.worker.model, 0, ids, params)
+        except ValueError as error:
+            raise self._refusal(ask, error, "stop_token_ids" if str(error).startswith("stop_ids") else field) from None
         return params
+
+    def _refusal(self, ask: Ask, error: ValueError, field: str) -> ApiError:
+        """400 for a field; where a grammar is at fault, for the one that asks for it."""
+        said, name = str(error), field
+        if ask.form is not None and said.startswith("grammar:"):
+            name, said = ask.form[0], said.removeprefix("grammar:").strip()
+        return ApiError(400, said if said.startswith(f"{name}:") else f"{name}: {said}", name)
 
     async def _next(self, job: Job) -> Event | None:
         """The next event; None when there is no more, because of `job.fault` if that is set."""

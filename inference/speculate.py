@@ -19,6 +19,7 @@ from ..losses.probs import SamplingParams
 from .commit import Event, Request, Result
 from .decode import DecodeConfig, chain_width, depth_of, plan_of, refuse_rule, refuse_tree, rows_written, training_off
 from .engine import Engine
+from .grammar import check_grammar
 
 __all__ = [
     "DecodeConfig",
@@ -107,6 +108,8 @@ def check_prompt(target: Any, i: int, prompt: Sequence[int], params: SamplingPar
     strange = [x for x in params.stop_ids if not 0 <= x < facts.vocab]
     if strange:
         raise ValueError(f"stop_ids: {strange} are no ids of the target, which has 0..{facts.vocab - 1}")
+    if params.grammar is not None:
+        check_grammar(getattr(target, "tokenizer", None), facts.eos_ids, params.grammar)
     if len(prompt) + params.max_new_tokens > facts.max_positions:
         raise ValueError(
             f"prompt {i}: {len(prompt)} tokens and max_new_tokens={params.max_new_tokens} exceed the target's "

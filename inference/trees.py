@@ -241,7 +241,7 @@ class Draft:
     """What a builder knows of the requests: parameters for drafting, penalties and bans along a path, random numbers.
 
     `history(depths_BR, tokens_BJ, see_BRJ)` gives the `History` of B * R rows, each a node at a depth whose path holds
-    those of the drafted tokens J that it sees; None where no row penalises.
+    those of the drafted tokens J that it sees; None where no row's parameters ask for paths.
     """
 
     params: ParamRows
@@ -367,7 +367,7 @@ def _line(
                 break
             state, level = drafter.extend(state, tokens[-1][:, :1], steps_K[d - 1 : d].expand(b, 1))
         at = 0 if asks else d
-        path_BJ = torch.cat([t[:, :1] for t in tokens], 1) if tokens and draft.params.penalises else None
+        path_BJ = torch.cat([t[:, :1] for t in tokens], 1) if tokens and draft.params.paths else None
         see_BRJ = None if path_BJ is None else torch.ones(b, 1, d, dtype=torch.bool, device=device)
         history = draft.history(steps_K[d : d + 1].expand(b, 1), path_BJ, see_BRJ)
         coins_B11 = None if coins_BK is None else coins_BK[:, d, None, None]
@@ -473,7 +473,7 @@ def build_static(drafter: Any, state: Any, level: Level, draft: Draft, plan: Pla
             state, level = drafter.extend(state, nodes_BJ[:, expand - 1], layer.above.to(device).expand(b, r))
             logits_BRW, alive_BR = level.logits_BNW, alive_BR & level.valid_BN
         path_BJ = see_BRJ = None
-        if draft.params.penalises and depth > 1:
+        if draft.params.paths and depth > 1:
             path_BJ = nodes_BJ
             see_BRJ = _partial(tokens, parents, depths, valid).visible()[:, expand, 1:]
         depths_BR = torch.full((b, r), depth - 1, device=device)
@@ -523,7 +523,7 @@ def _layered(
     for depth in range(1, plan.depth + 1):
         r = pool_BX.shape[1]
         path_BJ = see_BRJ = None
-        if draft.params.penalises and depth > 1:
+        if draft.params.paths and depth > 1:
             path_BJ = torch.cat(tokens, 1)
             see_BRJ = _partial(tokens, parents, depths, valid).visible()[rows_B1, pool_BX, 1:]
         depths_BR = torch.full((b, r), depth - 1, device=device)

@@ -18,6 +18,8 @@ class Turns:
     """Requests that a denoiser answers, at most `decode.max_rows` at a time. Raises ValueError for settings that do not fit
     the model."""
 
+    prefixes = None  # a canvas is read as a whole
+
     def __init__(self, denoiser: Denoiser, decode: DiffuseConfig) -> None:
         self.denoiser, self.decode = denoiser, fit(denoiser, decode)
         self.rows = decode.max_rows
@@ -27,6 +29,8 @@ class Turns:
         """ValueError, which names the field, for what a denoiser cannot tell."""
         if params.logprobs:
             raise ValueError("logprobs: a denoiser has none: it decides tokens out of order")
+        if params.grammar is not None:
+            raise ValueError("grammar: a denoiser follows none: it decides tokens out of order")
 
     def add(self, request: Request) -> None:
         """Let a request wait for the next batch."""

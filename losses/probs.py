@@ -39,6 +39,7 @@ class SamplingParams:
         ignore_eos: the target's end-of-sequence ids are tokens like others.
         logprobs: also return the model's own log-probability of every token.
         top_logprobs: with `logprobs`, also those of this many most likely tokens in the place of each.
+        grammar: what the answer must spell (inference/grammar.py makes such texts); none = anything.
     """
 
     temperature: float = 0.0
@@ -56,6 +57,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         checks = [
@@ -75,6 +77,11 @@ class SamplingParams:
                 ">= 0, with logprobs",
             ),
             ("stop_strings", all(self.stop_strings), "non-empty texts"),
+            (
+                "min_new_tokens",
+                self.grammar is None or not self.min_new_tokens,
+                "0 beside a grammar, which says its end",
+            ),
         ]
         for name, good, allowed in checks:
             if not good:
@@ -97,6 +104,7 @@ class ParamRows:
     truncates: bool  # some row uses top-k or top-p
     min_p: bool
     penalises: bool
+    paths: bool  # of some row, what may follow depends on the tokens before it: penalties, a grammar
 
     @staticmethod
     def pack(params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> ParamRows:
@@ -105,6 +113,9 @@ class ParamRows:
         def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)
 
+        penalises = any(
+            p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params
+        )
         return ParamRows(
             temperature_R=column("temperature"),
             top_k_R=column("top_k", torch.int64),
@@ -117,9 +128,8 @@ class ParamRows:
             cold=any(p.temperature == 0 for p in params),
             truncates=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1) for p in params),
             min_p=any(p.temperature > 0 and p.min_p > 0 for p in params),
-            penalises=any(
-                p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params
-            ),
+            penalises=penalises,
+            paths=penalises or any(p.grammar is not None for p in params),
         )
 
     def repeat(self, times: int) -> ParamRows:
@@ -137,7 +147,9 @@ class History:
     tokens: int | None = None  # ids from here on do not exist for the tokenizer and are never drawn
     prompt_RV: Tensor | None = None  # bool, the token stands in the prompt
     counts_RV: Tensor | None = None  # int, occurrences in the answer so far
-    banned_RV: Tensor | None = None  # bool, may not be drawn now (end of sequence before the minimal length)
+    banned_RV: Tensor | None = (
+        None  # bool, may not be drawn now (end of sequence before the minimal length, what a grammar forbids)
+    )
 
 
 def adjust(logits_RV: Tensor, rows: ParamRows, history: History | None, ids_V: Tensor | None = None) -> Tensor:

@@ -233,6 +233,13 @@ class Cache(HFCache):
         self.positions_BS[first : first + b, :longest] = other.positions_BS[:, :longest]
         self.lengths_B[first : first + b] = other.lengths_B
 
+    def fill(self, row: int, kv_L2HTd: Tensor) -> None:
+        """Let an empty row hold the first T tokens of a sequence, by their keys and values [layers, 2, H, T, head_dim]."""
+        t = kv_L2HTd.shape[3]
+        self.kv[:, :, row, :, :t] = kv_L2HTd
+        self.positions_BS[row, :t] = self._slots_S[:t]
+        self.lengths_B[row] = t
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the longest row (asked by Hugging Face modules that are given no positions)."""
         return int(self.lengths_B.max())

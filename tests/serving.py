@@ -22,7 +22,7 @@ CONFIG = ServeConfig(port=0, queue=4, max_prompt=150, max_answer=90, default_ans
 @contextmanager
 def running(made: Assembled | Served, slow: float = 0.0, key: str | None = None, **options: Any) -> Iterator[Any]:
     """(client, server) of a server in a thread; `slow`: seconds that every step takes more."""
-    served = with_engine(made, CONFIG.max_rows) if isinstance(made, Assembled) else made
+    served = with_engine(made, CONFIG.max_rows, prefix_mb=1) if isinstance(made, Assembled) else made
     service = service_of(ServeConfig(**(vars(CONFIG) | options)), served, key)
     if slow:
         step = service.worker.engine.step

@@ -9,6 +9,7 @@ from scripted_denoiser import denoiser_of
 
 from draftsmith.inference.commit import Request
 from draftsmith.inference.engine import Engine
+from draftsmith.inference.prefixes import Prefixes
 from draftsmith.inference.rows import closed_up, take_rows
 from draftsmith.inference.self_draft import SelfDraft
 from draftsmith.inference.speculate import DecodeConfig, generate
@@ -114,6 +115,60 @@ def test_trees_too(name: str, real: Any) -> None:
     with torch.no_grad():
         ids = come_and_go(Engine(real, make(name, real), shape, longest=48, prompt=24), real)
     assert [ids[i] for i in range(len(PROMPTS))] == alone
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_prompts_that_begin_as_earlier_ones_get_the_same_answers(name: str, real: Any) -> None:
+    decode = DecodeConfig(max_rows=2)
+
+    def alone(prompt: list[int], params: SamplingParams) -> list[int]:
+        return generate(real, [prompt], params, make(name, real), decode)[0].ids
+
+    first = list(range(30, 40))
+    answer = alone(first, PARAMS[0])
+    prompts = [first, [*first, *answer, 8, 9], [*first[:7], 5, 6], [90, 91, 92], [*first, *answer[:3]], first]
+    params = [PARAMS[0], PARAMS[3], PARAMS[1], PARAMS[6], PARAMS[4], PARAMS[6]]
+    wanted = [answer, *map(alone, prompts[1:], params[1:])]
+    engine = Engine(real, make(name, real), decode, longest=48, prompt=32, prefixes=Prefixes(1_000_000, least=2))
+    requests = [
+        Request(i, p, q, real.facts.eos_ids, None, live=False)
+        for i, (p, q) in enumerate(zip(prompts, params, strict=True))
+    ]
+    with torch.no_grad():
+        for wave in (requests[:1], requests[3:4], requests[1:3], requests[4:]):
+            for request in wave:
+                engine.add(request)
+            while engine.busy and not (
+                wave == requests[3:4] and len(wave[0].ids) > 4
+            ):  # it still runs when others come
+                engine.step()
+    assert [r.ids for r in requests] == wanted
+    reused = [r.stats.reused for r in requests]
+    assert reused[0] == reused[3] == 0 and reused[2] == 7 and reused[5] == 9
+    assert reused[1] > len(first) and reused[4] > len(first)  # a part of the answer as well
+
+
+def test_a_prefix_is_not_read_again(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = Prefixes(1_000_000, least=4)
+    engine = Engine(real, None, DecodeConfig(max_rows=4), longest=48, prompt=32, prefixes=prefixes)
+    forward, shapes = real.forward, []
+
+    def counting(ids: Any, *rest: Any, **options: Any) -> Any:
+        shapes.append(tuple(ids.shape))
+        return forward(ids, *rest, **options)
+
+    monkeypatch.setattr(real, "forward", counting)
+    prompts = [list(range(40, 60)), [*range(40, 60), 9], [*range(40, 58), 7], [40, 41, 42, 9], [*range(20, 30)]]
+    requests = [Request(i, p, SamplingParams(max_new_tokens=1), (), None, live=False) for i, p in enumerate(prompts)]
+    for wave in (requests[:1], requests[1:]):
+        for request in wave:
+            engine.add(request)
+        while engine.busy:
+            engine.step()
+    assert shapes == [(1, 20), (2, 1), (2, 10)]  # what is known, what is not; three tokens are not worth it
+    assert prefixes.hits == 2 and [r.stats.reused for r in requests] == [0, 20, 18, 0, 0]
+    engine.clear()
+    assert prefixes.rows == [] and prefixes.bytes == 0
 
 
 def test_a_pass_has_as_many_rows_as_there_are_requests(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:

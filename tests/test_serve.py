@@ -21,6 +21,7 @@ from draftsmith.inference import server as http
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.generate import Assembled
+from draftsmith.inference.grammar import regex_grammar
 from draftsmith.inference.serve import (
     ServeConfig,
     Served,
@@ -89,6 +90,7 @@ def test_answers_are_those_of_generate_alone_and_among_others(client: httpx.Clie
             "prompt_tokens": prompt_tokens,
             "completion_tokens": len(want.ids),
             "total_tokens": prompt_tokens + len(want.ids),
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
         assert reply["object"] == "text_completion" and reply["model"] == "tiny"
 
@@ -124,11 +126,35 @@ def test_a_chat_is_rendered_by_the_template_and_streams_its_text(client: httpx.C
     options = {"include_usage": True}
     chunks = streamed(client, "/v1/chat/completions", max_tokens=40, stream_options=options, **body)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == reply["usage"]
+    known = {"prompt_tokens_details": {"cached_tokens": len(ids) - 1}}  # it was asked before
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == reply["usage"] | known
     text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
     assert text == want.text and len(chunks) > 5
     assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-1] == "length"
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
+
+
+def test_later_turns_start_from_earlier_ones(client: httpx.Client, made: Assembled) -> None:
+    def value(name: str) -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith(f"draftsmith_{name} ")).split()[-1])
+
+    hits, reused = value("prefix_hits_total"), value("prompt_tokens_reused_total")
+    talk = [{"role": "user", "content": "Why is the sky blue?"}]
+    known = 0
+    for turn in range(3):
+        ids = made.target.tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+        params = SamplingParams(temperature=0.9, seed=turn, max_new_tokens=12)
+        want = generate(made.target, [ids], params, made.drafter, DECODE)[0].text
+        body = {"model": "tiny", "messages": talk, "max_tokens": 12, "temperature": 0.9, "seed": turn}
+        reply = client.post("/v1/chat/completions", json=body).json()
+        assert reply["choices"][0]["message"]["content"] == want
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= known - 1 and reply["usage"]["prompt_tokens"] == len(ids)
+        known = len(ids)
+        talk += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And?"}]
+    assert value("prefix_hits_total") >= hits + 2 and value("prompt_tokens_reused_total") > reused + 40
+    assert 0 < value("prefix_bytes") <= 1e6
 
 
 def test_several_answers_have_seeds_of_their_own(client: httpx.Client, made: Assembled) -> None:
@@ -173,6 +199,26 @@ def test_log_probabilities(client: httpx.Client, made: Assembled) -> None:
     for e in entries:
         assert e["logprob"] == pytest.approx(e["top_logprobs"][0]["logprob"])  # greedy
         assert e["bytes"] is None or bytes(e["bytes"]).decode() == e["token"]
+
+
+def test_answers_have_the_form_that_is_asked_for(client: httpx.Client, made: Assembled) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema["x-guidance"] = {"whitespace_flexible": False}  # or a model without sense may say blanks for ever
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    body = CHAT_OK | {"response_format": asked, "seed": 3, "max_tokens": 80}
+    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert json.loads(choice["message"]["content"])["a"] in (1, 2) and choice["finish_reason"] == "stop"
+    chunks = streamed(client, "/v1/chat/completions", **body)
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == choice["message"]["content"]
+    want = offline(made, "x", temperature=1.0, seed=4, max_new_tokens=9, grammar=regex_grammar("[a-c]{3,4}"))
+    assert complete(client, "x", seed=4, max_tokens=9, guided_regex="[a-c]{3,4}")["choices"][0]["text"] == want.text
+    assert complete(client, "x", max_tokens=9, response_format={"type": "json_object"})["choices"][0]["text"][0] == "{"
+    for wrong, param in (({"guided_regex": "(a"}, "guided_regex"), ({"response_format": {
+        "type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "response_format")):  # fmt: skip
+        reply = client.post("/v1/completions", json=OK | wrong)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+        assert reply.json()["error"]["message"].startswith(param)
 
 
 CHAT_OK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
@@ -221,7 +267,13 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     (CHAT_OK | {"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, 400, "messages[0].tool_calls"),
     (CHAT_OK | {"top_logprobs": 2}, 400, "top_logprobs"),
     (CHAT_OK | {"max_tokens": 5, "max_completion_tokens": 5}, 400, "max_completion_tokens"),
-    (CHAT_OK | {"response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT_OK | {"response_format": {"type": "xml"}}, 400, "response_format"),
+    (CHAT_OK | {"response_format": "json"}, 400, "response_format"),
+    (CHAT_OK | {"response_format": {"type": "json_schema"}}, 400, "response_format"),
+    (CHAT_OK | {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, 400, "response_format"),
+    (CHAT_OK | {"response_format": {"type": "json_object"}, "min_tokens": 2}, 400, "min_tokens"),
+    (CHAT_OK | {"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "guided_regex"),
+    (OK | {"guided_regex": ""}, 400, "guided_regex"),
     (CHAT_OK | {"tools": [{"type": "function"}]}, 400, "tools"),
 ]  # fmt: skip
 
@@ -421,6 +473,8 @@ def test_what_is_served_is_chosen_as_generate_does() -> None:
     served = load_served(ServeConfig(model="ngram", target="tiny", k=5, max_rows=2), ())
     engine = served.engine(Limits(0, 20, 10, 30, 1.0))
     assert isinstance(engine, Engine) and (engine.rows, engine.decode.k, engine.longest) == (2, 5, 30)
+    assert engine.prefixes is not None and engine.prefixes.limit == 512_000_000
+    assert load_served(ServeConfig(target="tiny", prefix_mb=0), ()).engine(Limits(0, 20, 10, 30, 1.0)).prefixes is None
     assert served.how == "drafted by ngram" and load_served(ServeConfig(target="tiny"), ()).how == "plain decoding"
     for options, words in (
         ({"model": "ngram"}, "add --target NAME"),
@@ -443,6 +497,7 @@ def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
         ({"port": 70000}, "port=70000"),
         ({"max_rows": 0}, "max_rows=0"),
         ({"timeout": 0.0}, "timeout=0.0"),
+        ({"prefix_mb": -1}, "prefix_mb=-1"),
         ({"default_answer": 2000}, "default_answer=2000"),
     ):
         with pytest.raises(ValueError, match=words):

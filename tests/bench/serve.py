@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--prefix_mb", type=int, default=2, help="memory of prefixes, soon full")
     parser.add_argument("--compare", type=int, default=500, help="answers compared with offline ones, at most")
     args = parser.parse_args()
 
@@ -143,7 +144,7 @@ def main() -> None:
     bodies = requests_of(args.requests, args.tokens)
     wanted = [offline(made, body) for body in bodies[: args.compare]]
 
-    service = service_of(cfg, with_engine(made, args.rows), None)
+    service = service_of(cfg, with_engine(made, args.rows, args.prefix_mb), None)
     listening, address = threading.Event(), []
     server = Server(service, cfg.host, 0, 4 * args.clients, lambda url: (address.append(url), listening.set())[0])
     thread = threading.Thread(target=server.run)
