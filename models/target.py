@@ -99,7 +99,7 @@ class Target(nn.Module):
             )
         self._additive = config._attn_implementation == "eager"
         self._cache_argument = _cache_argument(parts.decoder)
-        self._head_rows: tuple[Tensor, tuple[int, int], Tensor, Tensor, Tensor | None, Product | None] | None = None
+        self._head_rows: tuple[Tensor, tuple[int, int], Tensor, Tensor | None, Product | None] | None = None
         self._head_product: tuple[tuple[int, int], Product | None] | None = None
         self.not_lean = "its weights are rounded" if quantized is not None else why_not_lean(model, parts)
         self._lean = [LeanRunner(model, parts)] if self.not_lean is None else []
@@ -256,15 +256,15 @@ class Target(nn.Module):
             weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
         else:
             kept = self._head_rows
-            # The same ids, written to by nobody, are known without asking the device.
+            # The same ids if they are the same tensor, which nobody wrote to: the device is not asked.
             same = kept is not None and kept[0] is ids and not ids.is_inference() and kept[1] == mark(ids)
-            if kept is None or kept[3].dtype != head.weight.dtype or not (same or torch.equal(kept[2], ids)):
+            if kept is None or not same or kept[2].dtype != head.weight.dtype:
                 with torch.inference_mode(False):  # kept, and read by passes with gradients too
                     bias = None if head.bias is None else head.bias[ids]
                     rows = head.weight[ids]
                     packed = packed_product(rows, bias) if self.runner == "lean" else None
-                    kept = self._head_rows = (ids, mark(ids), ids.clone(), rows, bias, packed)
-            *_, weight, bias, product = kept
+                    kept = self._head_rows = (ids, mark(ids), rows, bias, packed)
+            _, _, weight, bias, product = kept
             product = None if torch.is_grad_enabled() or self.runner == "hf" else product
         # Flat: of some rows of a batch (a view), `linear` would copy the whole weight (4 ms for 8,192 rows of 576).
         flat = hidden.to(weight.dtype).reshape(-1, hidden.shape[-1])
