@@ -242,8 +242,8 @@ class Layer:
 def _layers_on(plan: Plan, device: torch.device) -> list[Layer]:
     """The plan's layers, copied to a device once."""
     with torch.inference_mode(False):
-        parts = [[getattr(layer, f.name) for f in fields(Layer)[:-1]] for layer in plan.layers]
-        return [Layer(*(x.to(device) for x in p), p_layer.width) for p, p_layer in zip(parts, plan.layers, strict=True)]
+        names = [f.name for f in fields(Layer) if f.name != "width"]
+        return [replace(layer, **{name: getattr(layer, name).to(device) for name in names}) for layer in plan.layers]
 
 
 @dataclass

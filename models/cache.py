@@ -206,6 +206,7 @@ class Cache(HFCache):
             raise ValueError(f"cannot roll back rows of {self.lengths_B.tolist()} tokens to {lengths_B.tolist()}")
         self.lengths_B.copy_(lengths_B)
 
+    @torch.no_grad()
     def reset(self, rows: Tensor | None = None) -> None:
         """Empty the given rows (int64 indices; None = all) and zero their memory."""
         index = torch.arange(self.rows, device=self.lengths_B.device) if rows is None else rows

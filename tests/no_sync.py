@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operators, overloads left out. `_local_scalar_dense` is item(), and so int(), float(), bool() and a tensor as an index
-# of a list; `lift_fresh` is torch.tensor, a copy from the host's memory.
+# of a list.
 ASKING = {
     "_local_scalar_dense",
-    "lift_fresh",
     "nonzero",
     "masked_select",
     "equal",
@@ -27,6 +26,7 @@ ASKING = {
 }
 BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
 READING = ("tolist", "numpy", "cpu")  # beside the dispatcher
+COPYING = ("tensor", "as_tensor", "from_numpy")  # from the host's memory
 
 
 class Asked(AssertionError):
@@ -44,8 +44,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _refusal(name: str) -> Any:
-    def refused(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise Asked(f"Tensor.{name} waits for the device")
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise Asked(f"{name} waits for the device")
 
     return refused
 
@@ -56,6 +56,8 @@ def no_sync() -> Iterator[None]:
     torch.tensor and their like."""
     with pytest.MonkeyPatch.context() as patch:
         for name in READING:
-            patch.setattr(Tensor, name, _refusal(name))
+            patch.setattr(Tensor, name, _refusal(f"Tensor.{name}"))
+        for name in COPYING:
+            patch.setattr(torch, name, _refusal(f"torch.{name}"))
         with _Watch():
             yield
