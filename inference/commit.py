@@ -32,6 +32,7 @@ class Stats:
     target; `accepted_hist[j]` verifications that kept j drafted tokens; `tried[d]` and `accepted[d]` (d = 0 is depth 1):
     verifications that reached depth d + 1 with a candidate there, and kept one; `ranks[d][r]`: kept the r-th sibling.
     `seconds`: wall time by stage, divided evenly among the rows of a batch. `rule`: the verifier that was used.
+    `step`: where steps ran: host, device (the last one unread), graph (that, as a CUDA graph); a GPU's fall-back with why.
     """
 
     requests: int = 1
@@ -47,6 +48,7 @@ class Stats:
     ranks: list[list[int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     rule: str = "plain"
+    step: str = "host"
 
     @property
     def tau(self) -> float:
@@ -81,6 +83,7 @@ class Stats:
             ],
             seconds={s: self.seconds[s] + other.seconds[s] for s in STAGES},
             rule=self.rule if self.rule == other.rule or other.rule == "plain" else other.rule,
+            step=self.step if self.step == other.step else f"{self.step}; {other.step}",
         )
 
     def record(self, kept: int, path_ranks: Sequence[int], tested: bool, nodes: int) -> None:

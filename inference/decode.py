@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..losses.probs import SamplingParams
 from . import verify
@@ -40,6 +40,8 @@ class DecodeConfig:
         typical_delta: share of exp(-entropy) in the floor of typical acceptance (Medusa's llm_judge README).
         fuzzy_threshold: total variation of p and q up to which fuzzy acceptance keeps drafts (ours).
         entropy_tolerance: most that entropy-aware acceptance adds to a chance (ours).
+        step: where a step is decided: `host`; `device` = all of it on the device, read a step late; `graph` = that, in CUDA
+            graphs; auto = graph on a GPU where method and settings allow it (`Stats.step` says), else host.
         keep_logits: return the target's logits that every id was chosen from (memory: V numbers per id).
     """
 
@@ -61,6 +63,7 @@ class DecodeConfig:
     fuzzy_threshold: float = 0.1
     entropy_tolerance: float = 0.1
     keep_logits: bool = False
+    step: Literal["auto", "host", "device", "graph"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("k", "nodes", "width", "max_rows"):
@@ -78,6 +81,8 @@ class DecodeConfig:
         for name in ("typical_epsilon", "typical_delta", "fuzzy_threshold", "entropy_tolerance"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"decode: {name}={getattr(self, name)}, must be in [0, 1]")
+        if self.step not in ("auto", "host", "device", "graph"):
+            raise ValueError(f"decode: step={self.step!r}: use auto, host, device or graph")
         builder = TREES[self.tree]
         single = self.width == 1 or self.nodes == 1 or (self.choices is not None and not any(map(any, self.choices)))
         chain = True if builder.chain else None if single else False
@@ -146,6 +151,12 @@ def refuse_rule(drafter: Any, decode: DecodeConfig, params: Sequence[SamplingPar
     draws = hot and decode.draft_temperature != 0 and drafter is not None
     draws = draws and (not hasattr(drafter, "propose") or getattr(drafter, "draws", False))
     verify.refuse_misfit(decode.verifier, decode.allow_lossy, hot, None if draws else False)
+
+
+def wants_rows(decode: DecodeConfig) -> bool:
+    """Whether siblings are to be drawn where requests sample: where the rule can use their q."""
+    name = decode.verifier
+    return TREES[decode.tree].draws and (name == "auto" or verify.VERIFIERS[name].wants_rows)
 
 
 def depth_of(drafter: Any, decode: DecodeConfig) -> int:

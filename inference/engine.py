@@ -33,8 +33,10 @@ from ..losses.probs import ParamRows, SamplingParams, draw, probs, top
 from ..models.drafter import Budget, Commit, ExtraOut, Prefill, Verified
 from ..models.tree import Tree
 from . import verify
+from .ahead import Ahead, why_not_ahead
 from .commit import Event, Request
-from .decode import DecodeConfig, check_width, depth_of, plan_of, refuse_rule, rows_written
+from .decode import DecodeConfig, check_width, depth_of, plan_of, refuse_rule, rows_written, wants_rows
+from .device_step import DeviceStep
 from .ledger import Ledger
 from .prefixes import Prefixes, Start, States, read_together
 from .rows import closed_up, join, take_rows
@@ -89,6 +91,8 @@ class Engine:
             )
         self._build(target, drafter, decode, decode.max_rows, longest, prompt)
         self.prefixes = prefixes
+        if self.ahead is not None and prefixes is not None:
+            self.ahead.step.states = self.states
 
     @staticmethod
     def closed(target: Any, requests: Sequence[Request], drafter: Any, decode: DecodeConfig) -> Engine:
@@ -122,15 +126,21 @@ class Engine:
         written = rows_written(drafter)
         check_width(drafter, decode, nodes, extra)
         behind = 0 if self.prefix_kv is None else self.prefix_kv.shape[3]
-        self.slots = longest + max(decode.fixed_width or 1 + nodes + extra + behind, written)
+        self.not_ahead = why_not_ahead(target, drafter, decode, self.plan)
+        spare = 0 if self.not_ahead is not None else Ahead.spare(nodes)
+        self.slots = longest + spare + max(decode.fixed_width or 1 + nodes + extra + behind, written)
         # A drafter keeps what it was asked to extend, which may be more than what stayed in the tree.
         asked, depth = nodes, nodes
         if self.plan is not None:
             asked, depth = max(nodes, self.plan.asked), self.plan.depth
         # A commit that holds a newcomer's prompt is as long for the others, behind what they have.
-        self.draft_slots = longest + depth + 1 + asked + prompt
+        self.draft_slots = longest + spare + depth + 1 + asked + prompt
         # Rows are bit-identical only over equally many keys as well: read all slots, not as far as the longest row.
         self.cache = target.new_cache(rows, self.slots, read_all=decode.fixed_width is not None)
+        self.ahead: Ahead | None = None
+        if self.not_ahead is None:
+            self.ahead = Ahead(DeviceStep(target, drafter, decode, self.plan, self.cache))
+        self.runs_ahead = False
         self.taps = tuple(drafter.taps) if drafter is not None else ()
         self.prefixes = None
         self.states = States(getattr(drafter, "draft_needs", frozenset()), rows, self.slots)
@@ -166,6 +176,8 @@ class Engine:
         self.waiting, self.requests = [], []
         self.commit = self.state = None
         self.begun = False
+        if self.ahead is not None:
+            self.ahead.clear(self)
         self.cache.arrange([], self.rows)
         self.cache.reset()
         if self.prefixes is not None:
@@ -183,27 +195,33 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Let waiting requests in, where rows are free; otherwise one verification for every request that is not done."""
-        if self.prefixes is not None:
-            self._keep_done(self.prefixes)
         free = self.rows - self.running if self.open or not self.requests else 0
+        events: list[Event] = []
         if self.waiting and free > 0:
+            events = self._settle()
             newcomers = self.waiting[:free]
             starts = [Start() if self.prefixes is None else self.prefixes.find(r.prompt) for r in newcomers]
             count = len(newcomers)
             if self.open:
                 count = read_together([len(r.prompt) for r in newcomers], starts, self.longest)
             del self.waiting[:count]
-            return self._enter(newcomers[:count], starts[:count])
+            return events + self._enter(newcomers[:count], starts[:count])
         if self.open and 0 < self.running < len(self.requests):
-            self._arrange([])
-        return self._decode() if self.running else []
+            events = self._settle()
+            if self.running:
+                self._arrange([])
+        return events + self._decode() if self.running else events
 
-    def _keep_done(self, prefixes: Prefixes) -> None:
-        """Keep what the cache holds of requests that are done, before their rows are taken."""
+    def _settle(self) -> list[Event]:
+        """Before rows move: read what the device did ahead of the host, and keep what the cache holds of requests that are
+        done, whose rows will be taken."""
+        events = [] if self.ahead is None else self.ahead.drain(self.requests)
         for row, r in enumerate(self.requests):
-            if r.stop_reason is not None:
-                n = int(self.cache.lengths_B[row])
-                prefixes.keep((r.prompt + r.ids)[:n], self.cache.kv[:, :, row, :, :n], self.states.row(row, n))
+            if self.prefixes is not None and r.stop_reason is not None:
+                ids = r.prompt + r.ids
+                n = min(len(ids), int(self.cache.lengths_B[row]))  # a device step may have gone on beyond the end
+                self.prefixes.keep(ids[:n], self.cache.kv[:, :, row, :, :n], self.states.row(row, n))
+        return events
 
     def _spend(self, stage: str, since: float, requests: Sequence[Request]) -> float:
         if self.device.type == "cuda":
@@ -215,6 +233,8 @@ class Engine:
 
     def _arrange(self, newcomers: list[Request]) -> None:
         """Close up the rows of requests that are done, and open empty ones for newcomers behind those that stay."""
+        if self.ahead is not None:
+            self.ahead.leave(self)
         rows = closed_up([r.stop_reason is None for r in self.requests])
         grown = len(newcomers)
         self.requests = [self.requests[i] for i in rows] + newcomers
@@ -242,6 +262,10 @@ class Engine:
             heated = [replace(p, temperature=heat if p.temperature > 0 else 0.0) for p in params]
             self.draft_params = ParamRows.pack(heated, self.device)
         self.ledger = Ledger(self.requests, self.params, self.target.facts.vocab, self.target.facts.tokens, self.device)
+        why = self.not_ahead if self.ahead is None else self.ahead.why_not(self)
+        self.runs_ahead = self.ahead is not None and why is None
+        for r in self.requests:
+            r.stats.step = f"host ({why})" if why else "host" if self.ahead is None else self.ahead.name
 
     @torch.no_grad()
     def _enter(self, newcomers: list[Request], starts: list[Start]) -> list[Event]:
@@ -297,6 +321,11 @@ class Engine:
     def _decode(self) -> list[Event]:
         """One verification for every request that is not done."""
         clock = time.perf_counter()
+        if self.ahead is not None and self.runs_ahead:
+            events = self.ahead.advance(self)
+            for r in self.requests:  # stages overlap, and none is waited for
+                r.stats.seconds["verify"] += (time.perf_counter() - clock) / len(self.requests)
+            return events
         tree = self._draft() if self.drafter is not None else self._no_draft()
         clock = self._spend("draft", clock, self.requests)
         passed = self._verify(tree)
@@ -314,7 +343,7 @@ class Engine:
         return Tree(empty_BN, empty_BN, empty_BN, empty_BN.float(), empty_BN.bool())
 
     def _draft(self) -> Tree:
-        sampled = self.draft_params.hot and self._wants_rows()
+        sampled = self.draft_params.hot and wants_rows(self.decode)
         places = verify.places(self.decode.verifier, sampled) if self.draft_params.hot else "fixed"
         draft = Draft(self.draft_params, self.ledger.at, sampled, self.seeds_B, self.rounds_B, places)
         if self.plan is None:
@@ -323,11 +352,6 @@ class Engine:
         self.state, level = self.drafter.start(self.state, self.commit)
         self.state, tree = TREES[self.plan.tree].build(self.drafter, self.state, level, draft, self.plan)
         return with_prompts(tree, self.plan)
-
-    def _wants_rows(self) -> bool:
-        """Whether siblings are to be drawn: where the rule can use their q."""
-        name = self.decode.verifier
-        return TREES[self.decode.tree].draws and (name == "auto" or verify.VERIFIERS[name].wants_rows)
 
     def _verify(self, tree: Tree) -> _Pass:
         """Run the anchor, the nodes and the extra rows through the target."""
@@ -408,25 +432,8 @@ class Engine:
             return rule.choose(tree, rule.probabilities(tree, top(flat_XV, params, history).view(b, m)), None), name
         p_BMV = probs(flat_XV, params, history).view(b, m, v)
         odds = rule.probabilities(tree, p_BMV, *(getattr(decode, setting) for setting in rule.settings))
-        return rule.choose(tree, odds, self._coins(m, passed.depths_BM)), name
-
-    def _coins(self, m: int, depths_BM: Tensor) -> verify.Coins:
-        """One call for all the uniforms of a verification."""
-        nodes_M = torch.arange(m, device=self.device)
-        b = depths_BM.shape[0]
-        # The token after a node at depth d stands at this position; the anchor is the newest committed token.
-        at_BM = self.cache.lengths_B[:, None] + depths_BM + 1
-        zero_BM = torch.zeros_like(at_BM)
-        round_BM, node_BM = self.rounds_B[:, None].expand(b, m), nodes_M.expand(b, m)
-        kinds = torch.tensor([rng.ACCEPT, rng.RESIDUAL, rng.TARGET], device=self.device)[:, None, None]
-        u_3BM = rng.uniform(
-            self.seeds_B[:, None],
-            kinds,
-            torch.stack([zero_BM, zero_BM, at_BM]),
-            torch.stack([round_BM, round_BM, zero_BM]),
-            torch.stack([node_BM, node_BM, zero_BM]),
-        )
-        return verify.Coins(u_3BM[0][:, 1:], u_3BM[1], u_3BM[2])
+        coins = verify.coins_of(self.seeds_B, self.rounds_B, self.cache.lengths_B, passed.depths_BM)
+        return rule.choose(tree, odds, coins), name
 
     def _commit_tokens(self, tree: Tree, passed: _Pass, choice: verify.Choice, rule: str) -> list[Event]:
         """Hand the accepted tokens and the one that follows to the requests."""

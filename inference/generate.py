@@ -490,6 +490,8 @@ def summary(result: Result, seconds: float, drafter: Any, decode: DecodeConfig) 
             f"{stats.verifies} verify passes, {stats.tau:.2f} tokens per pass (the target's own included), "
             f"{sum(result.from_draft)} tokens from the draft; accepted by depth: {accepted or 'none tried'}"
         )
+    if stats.step != "host":
+        lines.append(f"steps: {stats.step}")
     total = stats.seconds_total
     if total:
         lines.append("time: " + ", ".join(f"{stage} {part / total:.0%}" for stage, part in stats.seconds.items()))

@@ -20,6 +20,7 @@ class Ledger:
         self.tokens, self.vocab = tokens, vocab
         self.guided = [row for row, r in enumerate(requests) if r.params.grammar is not None]
         self.requests = requests
+        self.ahead = False  # the device knows of more tokens than the requests do (inference/device_step.py)
         self.prompt_BV = self.counts_BV = self.stops_BV = None
         b = len(requests)
         if params.penalises:
@@ -29,6 +30,7 @@ class Ledger:
                 self.prompt_BV[row, torch.tensor(request.prompt, device=device)] = True
             for row, request in enumerate(requests):
                 self.add(row, request.ids)
+        self.made_B1 = torch.tensor([[len(r.ids)] for r in requests], device=device)
         self.shortest_B1 = torch.tensor([[r.params.min_new_tokens] for r in requests], device=device)
         if any(r.params.min_new_tokens for r in requests):
             self.stops_BV = torch.zeros(b, vocab, dtype=torch.bool, device=device)
@@ -37,9 +39,18 @@ class Ledger:
 
     def add(self, row: int, ids: list[int]) -> None:
         """Count committed tokens."""
+        if self.stops_BV is not None:
+            self.made_B1[row] += len(ids)
         if self.counts_BV is not None:
             index = torch.tensor(ids, dtype=torch.int64, device=self.counts_BV.device)
             self.counts_BV[row].index_add_(0, index, torch.ones_like(index))
+
+    def add_all(self, tokens_BA: Tensor, counts_B: Tensor) -> None:
+        """Count the first `counts_B` of each row's tokens, without asking the device for anything."""
+        self.made_B1 += counts_B[:, None]
+        if self.counts_BV is not None:
+            taken_BA = torch.arange(tokens_BA.shape[1], device=counts_B.device) < counts_B[:, None]
+            self.counts_BV.scatter_add_(1, tokens_BA, taken_BA.long())
 
     def at(self, depths_BR: Tensor, tokens_BJ: Tensor | None = None, see_BRJ: Tensor | None = None) -> History:
         """History of B * R nodes: `depths_BR` drafted tokens lie before each, those of `tokens_BJ` that it sees."""
@@ -51,11 +62,11 @@ class Ledger:
                 counts_BRV.scatter_add_(2, tokens_BJ[:, None].expand(b, r, -1), see_BRJ.long())
             counts_XV = counts_BRV.flatten(0, 1)
             prompt_XV = self.prompt_BV.repeat_interleave(r, 0)
-        if self.stops_BV is not None:
-            made_B1 = torch.tensor([[len(q.ids)] for q in self.requests], device=depths_BR.device)
-            early_BR = made_B1 + depths_BR < self.shortest_B1
-            if bool(early_BR.any()):
-                banned_XV = (self.stops_BV[:, None] & early_BR[:, :, None]).flatten(0, 1)
+        if self.stops_BV is not None and (
+            self.ahead or any(len(q.ids) < q.params.min_new_tokens for q in self.requests)
+        ):
+            early_BR = self.made_B1 + depths_BR < self.shortest_B1
+            banned_XV = (self.stops_BV[:, None] & early_BR[:, :, None]).flatten(0, 1)
         if self.guided:
             banned_XV = self._guide(depths_BR, tokens_BJ, see_BRJ, banned_XV)
         return History(self.tokens, prompt_XV, counts_XV, banned_XV)

@@ -27,9 +27,9 @@ def closed_up(stays: Sequence[bool]) -> list[int]:
 
 def take_rows(state: Any, rows: list[int], grown: int) -> Any:
     """A drafter's state, or part of it, with `rows` of the old ones and `grown` empty ones behind, which `reset` is to
-    make new. Tensors and lists have one entry per row; caches are changed in place."""
-    if state is None:
-        return None
+    make new. Tensors and lists have one entry per row, a number is said of all rows; caches are changed in place."""
+    if state is None or isinstance(state, int):
+        return state
     if isinstance(state, Cache):
         state.arrange(rows, grown)
         return state

@@ -24,8 +24,8 @@ tree whose drafter has prompt tokens. Tests: tests/test_trees.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,8 @@ from .marginals import (
     split_rows,
     state_trees,
 )
+
+BROKEN = "the drafter's logits hold NaN: its weights or its inputs are broken; check the export"
 
 # CaPE: the draft's top probability -> siblings beside it (its table, and the bins of its code).
 _WIDEN = ((0.3, 7), (0.6, 5), (0.8, 3), (float("inf"), 1))
@@ -236,6 +238,14 @@ class Layer:
     width: int
 
 
+@lru_cache(maxsize=64)
+def _layers_on(plan: Plan, device: torch.device) -> list[Layer]:
+    """The plan's layers, copied to a device once."""
+    with torch.inference_mode(False):
+        names = [f.name for f in fields(Layer) if f.name != "width"]
+        return [replace(layer, **{name: getattr(layer, name).to(device) for name in names}) for layer in plan.layers]
+
+
 @dataclass
 class Draft:
     """What a builder knows of the requests: parameters for drafting, penalties and bans along a path, random numbers.
@@ -250,6 +260,9 @@ class Draft:
     seeds_B: Tensor
     rounds_B: Tensor
     places: Literal["fixed", "target", "kept", "new"] = "fixed"  # what `at_places` gives
+    broken: list[Tensor] | None = (
+        None  # takes bool [B], the drafter said NaN, so that nothing is asked; None = ValueError
+    )
 
     def uniforms(self, nodes_N: Tensor) -> Tensor:
         """[B, N] the drafting coins of nodes (j + 1 = node j)."""
@@ -295,8 +308,10 @@ def _pick(
     else:
         best_Xn, ids_Xn = x_XW.topk(n, dim=-1)
     log_probs_Xn = best_Xn - x_XW.logsumexp(-1, keepdim=True)
-    if bool(log_probs_Xn.isnan().any()) and bool(flat_XW.isnan().any()):
-        raise ValueError("the drafter's logits hold NaN: its weights or its inputs are broken; check the export")
+    if draft.broken is not None:
+        draft.broken.append(best_Xn.isnan().view(b, -1).any(1))
+    elif bool(log_probs_Xn.isnan().any()) and bool(flat_XW.isnan().any()):
+        raise ValueError(BROKEN)
     log_probs_Xn = log_probs_Xn.masked_fill(best_Xn == float("-inf"), float("-inf"))
     sure_X = log_probs_Xn[:, 0].exp()
     q_XW = None
@@ -456,8 +471,8 @@ def build_static(drafter: Any, state: Any, level: Level, draft: Draft, plan: Pla
     valid: list[Tensor] = []
     q_BMW = None
     made = 0
-    for depth, layer in enumerate(plan.layers, 1):
-        expand, slot, rank = layer.expand.to(device), layer.slot.to(device), layer.rank.to(device)
+    for depth, layer in enumerate(_layers_on(plan, device), 1):
+        expand, slot, rank = layer.expand, layer.slot, layer.rank
         r, n = expand.shape[0], layer.width
         if depth == 1:
             alive_BR = level.valid_BN[:, :1]
@@ -470,12 +485,12 @@ def build_static(drafter: Any, state: Any, level: Level, draft: Draft, plan: Pla
         elif depth == 1:
             logits_BRW = level.logits_BNW[:, :1]
         else:
-            state, level = drafter.extend(state, nodes_BJ[:, expand - 1], layer.above.to(device).expand(b, r))
+            state, level = drafter.extend(state, nodes_BJ[:, expand - 1], layer.above.expand(b, r))
             logits_BRW, alive_BR = level.logits_BNW, alive_BR & level.valid_BN
         path_BJ = see_BRJ = None
         if draft.params.paths and depth > 1:
             path_BJ = nodes_BJ
-            see_BRJ = _partial(tokens, parents, depths, valid).visible()[:, expand, 1:]
+            see_BRJ = _partial(tokens, parents, depths, valid).visible(depth - 1)[:, expand, 1:]
         depths_BR = torch.full((b, r), depth - 1, device=device)
         coins_BRn = None
         if coins_BN is not None:
@@ -487,7 +502,7 @@ def build_static(drafter: Any, state: Any, level: Level, draft: Draft, plan: Pla
                 q_BMW = torch.zeros(b, plan.nodes + 1, w, dtype=picked.q_BRW.dtype, device=device)
             q_BMW[:, expand] = picked.q_BRW
         tokens.append(_ids(d2t_W, picked.ids_BRn[:, slot, rank]))
-        parents.append(layer.parent.to(device).expand(b, -1))
+        parents.append(layer.parent.expand(b, -1))
         depths.append(torch.full_like(parents[-1], depth))
         log_probs.append(picked.log_BRn[:, slot, rank])
         valid.append(alive_BR[:, slot] & (log_probs[-1] > float("-inf")))

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..kernels import rng
 from ..kernels.verify import Choice as Choice
 from ..kernels.verify import Coins as Coins
 from ..losses.probs import draw
@@ -60,6 +61,24 @@ class Verifier:
     def wants_rows(self) -> bool:
         """Whether drafts are to be drawn from the drafter's rows, where a tree allows it."""
         return self.q in ("rows", "both")
+
+
+def coins_of(seeds_B: Tensor, rounds_B: Tensor, lengths_B: Tensor, depths_BM: Tensor) -> Coins:
+    """All the uniforms of a verification, by one call. `lengths_B`: committed slots, that is the anchors' positions."""
+    b, m = depths_BM.shape
+    # The token after a node at depth d stands at this position; the anchor is the newest committed token.
+    at_BM = lengths_B[:, None] + depths_BM + 1
+    zero_BM = torch.zeros_like(at_BM)
+    round_BM, node_BM = rounds_B[:, None].expand(b, m), torch.arange(m, device=at_BM.device).expand(b, m)
+    kinds_3BM = torch.stack([torch.full_like(at_BM, kind) for kind in (rng.ACCEPT, rng.RESIDUAL, rng.TARGET)])
+    u_3BM = rng.uniform(
+        seeds_B[:, None],
+        kinds_3BM,
+        torch.stack([zero_BM, zero_BM, at_BM]),
+        torch.stack([round_BM, round_BM, zero_BM]),
+        torch.stack([node_BM, node_BM, zero_BM]),
+    )
+    return Coins(u_3BM[0][:, 1:], u_3BM[1], u_3BM[2])
 
 
 def walk(tree: Tree, good_BN: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

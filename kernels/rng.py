@@ -52,7 +52,7 @@ def uniform(
     """
     parts = [seed, purpose, position, round, node]
     device = next((x.device for x in parts if isinstance(x, Tensor)), torch.device("cpu"))
-    s, kind, at, turn, which = (x if isinstance(x, Tensor) else torch.tensor(signed(x), device=device) for x in parts)
+    s, kind, at, turn, which = (x if isinstance(x, Tensor) else torch.full((), signed(x), device=device) for x in parts)
     x0, x1, _, _ = philox((at & _WORD, turn & _WORD, which & _WORD, kind & _WORD), (s & _WORD, (s >> 32) & _WORD))
     return ((x0 << 20) | (x1 >> 12)).double() * 2.0**-52
 

@@ -105,6 +105,7 @@ class ParamRows:
     min_p: bool
     penalises: bool
     paths: bool  # of some row, what may follow depends on the tokens before it: penalties, a grammar
+    exhaustive: bool = False  # truncation looks at all logits, instead of asking the device whether the largest suffice
 
     @staticmethod
     def pack(params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> ParamRows:
@@ -176,8 +177,7 @@ def adjust(logits_RV: Tensor, rows: ParamRows, history: History | None, ids_V: T
         x_RV = x_RV.masked_fill(columns(history.banned_RV), _NEVER)
     if history.tokens is not None:
         if ids_V is not None:
-            if int(ids_V[-1]) >= history.tokens:
-                x_RV = x_RV.masked_fill(ids_V >= history.tokens, _NEVER)
+            x_RV = x_RV.masked_fill(ids_V >= history.tokens, _NEVER)
         elif history.tokens < x_RV.shape[-1]:
             x_RV = x_RV.clone() if x_RV is logits_RV else x_RV
             x_RV[:, history.tokens :] = _NEVER
@@ -226,6 +226,21 @@ def probs(
         if not rows.hot:
             return greedy_RV
     best_R1 = x_RV.amax(-1, keepdim=True)
+    p_RV = torch.softmax(_heated(x_RV, best_R1, rows), -1).masked_fill_(best_R1 == _NEVER, 0)
+    return p_RV if greedy_RV is None else torch.where(rows.temperature_R[:, None] > 0, p_RV, greedy_RV)
+
+
+def allowed(logits_RV: Tensor, rows: ParamRows, history: History | None = None) -> Tensor:
+    """Adjusted logits, -inf where a token cannot be drawn: `probs` is the softmax of these over the temperature."""
+    x_RV = adjust(logits_RV, rows, history)
+    if not (rows.truncates or rows.min_p):
+        return x_RV
+    x_RV = x_RV if x_RV.dtype == torch.float64 else x_RV.float()
+    return x_RV.masked_fill(_heated(x_RV, x_RV.amax(-1, keepdim=True), rows) == _NEVER, _NEVER)
+
+
+def _heated(x_RV: Tensor, best_R1: Tensor, rows: ParamRows) -> Tensor:
+    """Logits less their largest, over the temperature; -inf where they are cut."""
     heat_R1 = torch.where(rows.temperature_R > 0, rows.temperature_R, 1.0).to(x_RV.dtype)[:, None]
     heat_R1 = heat_R1.clamp(min=torch.finfo(x_RV.dtype).tiny)  # what float64 told from 0 need not be so here
     # The maximum goes first: a tiny temperature then gives large negative numbers, never inf - inf.
@@ -235,8 +250,7 @@ def probs(
     if rows.min_p:
         floor_R1 = rows.min_p_R.to(x_RV.dtype).log()[:, None]
         x_RV = x_RV.masked_fill(x_RV < floor_R1, _NEVER)
-    p_RV = torch.softmax(x_RV, -1).masked_fill_(best_R1 == _NEVER, 0)
-    return p_RV if greedy_RV is None else torch.where(rows.temperature_R[:, None] > 0, p_RV, greedy_RV)
+    return x_RV
 
 
 def _truncate(x_RV: Tensor, rows: ParamRows, window: int = 256) -> Tensor:
@@ -247,7 +261,7 @@ def _truncate(x_RV: Tensor, rows: ParamRows, window: int = 256) -> Tensor:
     limit_R = torch.where(rows.top_k_R > 0, rows.top_k_R, size).clamp(max=size)
     goal_R1 = rows.top_p_R[:, None]
     all_R = x_RV.exp().sum(-1, dtype=torch.float64)
-    for width in (min(window, size), min(16 * window, size), size):
+    for width in (size,) if rows.exhaustive else (min(window, size), min(16 * window, size), size):
         best_Rw = x_RV.topk(width, dim=-1).values if width < size else x_RV.sort(dim=-1, descending=True).values
         inside_Rw = torch.arange(width, device=x_RV.device) < limit_R[:, None]
         mass_Rw = best_Rw.double().exp() * inside_Rw
@@ -259,7 +273,7 @@ def _truncate(x_RV: Tensor, rows: ParamRows, window: int = 256) -> Tensor:
     edge_R1 = best_Rw.gather(1, keep_R[:, None] - 1)
     keep_RV = x_RV >= edge_R1
     surplus_R = keep_RV.sum(-1) - keep_R
-    if bool((surplus_R[on_R] > 0).any()):  # equals at the edge: the first ones stay
+    if rows.exhaustive or bool((surplus_R[on_R] > 0).any()):  # equals at the edge: the first ones stay
         equal_RV = x_RV == edge_R1
         room_R1 = (equal_RV.sum(-1) - surplus_R)[:, None]
         keep_RV = (x_RV > edge_R1) | (equal_RV & (equal_RV.cumsum(-1) <= room_R1))

@@ -19,6 +19,9 @@ Rows come and go by `arrange` (those in use are always the first ones, so a pass
 the lengths of its own row and of the others, which bitwise equality between decoding loops needs (fixed width,
 tests/bench/rows.py): attention over 100 keys and attention over 108 of which 8 are masked differ in low bits.
 
+`reach` makes passes ask nothing of the device: how long rows are is then known to it alone, and every pass reads as many
+slots as the host says. Decoding that runs ahead of the host does so (inference/device_step.py).
+
 Test: pytest tests/test_cache.py tests/test_target.py
 """
 
@@ -73,6 +76,9 @@ class Cache(HFCache):
         self._prefix: Tensor | None = None
         self._new_BT = torch.zeros(0)
         self._slots_S = torch.arange(slots, device=device)
+        self.reach: int | None = None
+        """Slots that passes read, the same for all rows; they must hold the longest row and the pass. None = as many as
+        the longest row needs, which `begin` asks for and checks."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -93,22 +99,25 @@ class Cache(HFCache):
         p = 0 if prefix_kv is None else prefix_kv.shape[3]
         if b != self.rows:
             raise ValueError(f"pass of {b} rows on a cache of {self.rows} rows: make the cache with rows={b}")
-        lengths = self.lengths_B.tolist()
-        longest = max(lengths)
-        end = longest + offset + t + p
-        if end > self.slots:
-            raise ValueError(
-                f"cache overflow: row {lengths.index(longest)} holds {longest} tokens and {offset + t + p} more do not "
-                f"fit its {self.slots} slots; make the cache with at least {end} slots"
-            )
-        self._used = self.slots if self.read_all else end
-        self._end, self._offset, self._new_BT = end, offset, positions_BT
-        self._first = longest + offset if min(lengths) == longest else None
-        self._until, self._prefix = end - p, prefix_kv
+        self._offset, self._new_BT, self._prefix = offset, positions_BT, prefix_kv
+        if self.reach is not None:
+            self._used, self._first = self.reach, None
+        else:
+            lengths = self.lengths_B.tolist()
+            longest = max(lengths)
+            end = longest + offset + t + p
+            if end > self.slots:
+                raise ValueError(
+                    f"cache overflow: row {lengths.index(longest)} holds {longest} tokens and {offset + t + p} more do "
+                    f"not fit its {self.slots} slots; make the cache with at least {end} slots"
+                )
+            self._used = self.slots if self.read_all else end
+            self._end, self._until = end, end - p
+            self._first = longest + offset if min(lengths) == longest else None
         if p:  # the newest token's position, so that no window cuts the prefix off
             positions_BT = torch.cat([positions_BT, positions_BT.amax(1, keepdim=True).expand(b, p)], 1)
         if self._first is not None:
-            self.positions_BS[:, self._first : end] = positions_BT
+            self.positions_BS[:, self._first : self._end] = positions_BT
         else:
             write_BT = self.lengths_B[:, None] + offset + self._slots_S[: t + p]
             self.positions_BS.scatter_(1, write_BT, positions_BT)
@@ -197,6 +206,7 @@ class Cache(HFCache):
             raise ValueError(f"cannot roll back rows of {self.lengths_B.tolist()} tokens to {lengths_B.tolist()}")
         self.lengths_B.copy_(lengths_B)
 
+    @torch.no_grad()
     def reset(self, rows: Tensor | None = None) -> None:
         """Empty the given rows (int64 indices; None = all) and zero their memory."""
         index = torch.arange(self.rows, device=self.lengths_B.device) if rows is None else rows

@@ -241,6 +241,11 @@ class DraftModel(nn.Module):
 
     # Drafting
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a draft asks the device for nothing (inference/device_step.py)."""
+        return self.run.runner == "lean"
+
     def init(self, prefill: Prefill) -> State:
         """An empty state; one slot more than asked for, for the anchor."""
         none_B = torch.zeros(prefill.rows, dtype=torch.int64, device=prefill.device)

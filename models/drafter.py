@@ -188,6 +188,8 @@ class Drafter(Protocol):
     `pair_scores(state, ids_BKC, log_BKC)` (inference/trees.py, `_tables`); `chances` (of ranks to be right, by depth);
     `prompts` (models/tree.py), `extra_table_XD` (input embeddings of its rows, in the space of `target.embed`) and
     `prefix_kv` (`Target.forward`), of prompt tokens whose states come back in `Commit.extra_out`;
+    `on_device` (True: `start` and `extend` ask the device for nothing, read no more of the target than ids, taps and last
+    hidden states, and a state carries nothing from draft to draft but caches; inference/device_step.py runs these);
     `propose(state, commit, budget, params, draft) -> (state, Tree)` in the place of levels, with `extra_rows`, the most
     extra rows that its trees bring.
     """

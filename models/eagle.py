@@ -88,6 +88,7 @@ class Eagle(nn.Module):
     Config = EagleConfig
     draft_needs = frozenset({"ids", "last_hidden"})
     loss_needs = frozenset({"ids", "last_hidden", "teacher"})
+    on_device = True
     taps: tuple[int, ...] = ()
     parallel = 1
     max_depth: int | None = None

@@ -112,6 +112,7 @@ class Eagle3(nn.Module):
     Config = Eagle3Config
     draft_needs = frozenset({"ids", "taps"})
     loss_needs = frozenset({"ids", "taps", "teacher"})
+    on_device = True
     parallel = 1
     max_depth: int | None = None
     d2t_W: Tensor | None

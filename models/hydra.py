@@ -124,7 +124,7 @@ class HydraState:
     prefix: autoregression.State | None
     state_BD: Tensor
     path_BMK: Tensor
-    depth_BM: Tensor
+    depth: int  # of the newest nodes: each call of `extend` is one level below the last
 
 
 class Hydra(nn.Module):
@@ -134,6 +134,7 @@ class Hydra(nn.Module):
     Config = HydraConfig
     draft_needs = frozenset({"ids", "last_hidden"})
     loss_needs = frozenset({"ids", "last_hidden", "teacher"})
+    on_device = True
     taps: tuple[int, ...] = ()
     parallel = 1
     d2t_W: Tensor | None
@@ -216,7 +217,7 @@ class Hydra(nn.Module):
             prefix = autoregression.init(self.prefix, prefill, self.facts.width, self.dtype)
         zeros_B1 = torch.zeros(prefill.rows, 1, dtype=torch.int64, device=prefill.device)
         path_B1K = zeros_B1[..., None].repeat(1, 1, self.config.heads)
-        return HydraState(prefix, zeros_B1.to(self.dtype).expand(-1, self.facts.width), path_B1K, zeros_B1)
+        return HydraState(prefix, zeros_B1.to(self.dtype).expand(-1, self.facts.width), path_B1K, 0)
 
     def start(self, state: HydraState, commit: Commit) -> tuple[HydraState, Level]:
         """Take in the committed rows; the level of depth 1."""
@@ -228,28 +229,26 @@ class Hydra(nn.Module):
             assert state.prefix is not None
             state_BD = autoregression.start(self.prefix, state.prefix, self.target_embed, commit, hidden_BTD)
         path_B1K = F.pad(commit.anchor_B[:, None, None], (0, self.config.heads - 1))
-        depth_B1 = torch.zeros_like(commit.anchor_B)[:, None]
         logits_BW = self.predict(0, state_BD, self.target_embed(path_B1K[:, 0]))
         level = make_level(logits_BW[:, None], (commit.counts_B > 0)[:, None], self.d2t_W, self.facts.tokens)
-        return HydraState(state.prefix, state_BD, path_B1K, depth_B1), level
+        return HydraState(state.prefix, state_BD, path_B1K, 0), level
 
     def extend(self, state: HydraState, tokens_BN: Tensor, parents_BN: Tensor) -> tuple[HydraState, Level]:
         """Add nodes (target ids) below their parents; the levels below them (none after the last head)."""
         b, n = tokens_BN.shape
         rows_B1 = torch.arange(b, device=tokens_BN.device)[:, None]
-        depth_BN = state.depth_BM[rows_B1, parents_BN] + 1
-        at_BNK = torch.arange(self.config.heads, device=tokens_BN.device) == depth_BN[..., None]
-        path_BNK = torch.where(at_BNK, tokens_BN[..., None], state.path_BMK[rows_B1, parents_BN])
-        logits_BNW = torch.zeros(b, n, self.vocab, dtype=self.dtype, device=tokens_BN.device)
-        embed_BNKD = self.target_embed(path_BNK)
-        state_BND = state.state_BD[:, None].expand(-1, n, -1)
-        for head in range(1, self.config.heads):
-            mine_BN = depth_BN == head
-            if bool(mine_BN.any()):
-                logits_BNW[mine_BN] = self.predict(head, state_BND[mine_BN], embed_BNKD[mine_BN])
-        level = make_level(logits_BNW, depth_BN < self.config.heads, self.d2t_W, self.facts.tokens)
-        path_BMK = torch.cat([state.path_BMK, path_BNK], dim=1)
-        return HydraState(state.prefix, state.state_BD, path_BMK, torch.cat([state.depth_BM, depth_BN], dim=1)), level
+        depth = state.depth + 1
+        at_K = torch.arange(self.config.heads, device=tokens_BN.device) == depth
+        path_BNK = torch.where(at_K, tokens_BN[..., None], state.path_BMK[rows_B1, parents_BN])
+        more = depth < self.config.heads
+        if more:
+            state_XD = state.state_BD[:, None].expand(-1, n, -1).flatten(0, 1)
+            logits_BNW = self.predict(depth, state_XD, self.target_embed(path_BNK).flatten(0, 1)).view(b, n, -1)
+        else:
+            logits_BNW = torch.zeros(b, n, self.vocab, dtype=self.dtype, device=tokens_BN.device)
+        valid_BN = torch.full_like(tokens_BN, more, dtype=torch.bool)
+        level = make_level(logits_BNW, valid_BN, self.d2t_W, self.facts.tokens)
+        return HydraState(state.prefix, state.state_BD, torch.cat([state.path_BMK, path_BNK], dim=1), depth), level
 
     def reset(self, state: HydraState, rows: Tensor) -> HydraState:
         if state.prefix is not None:

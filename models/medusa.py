@@ -84,6 +84,7 @@ class Medusa(nn.Module):
     Config = MedusaConfig
     draft_needs = frozenset({"last_hidden"})
     loss_needs = frozenset({"ids", "last_hidden", "teacher"})
+    on_device = True
     taps: tuple[int, ...] = ()
     d2t_W: Tensor | None
     t2d_V: Tensor | None

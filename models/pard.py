@@ -163,6 +163,11 @@ class Pard(nn.Module):
 
     # Drafting
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a draft asks the device for nothing (inference/device_step.py)."""
+        return self.run.runner == "lean"
+
     def init(self, prefill: Prefill) -> Cache:
         """An empty state; K slots more than asked for, for the anchor and the masks."""
         return self.run.new_cache(prefill.rows, prefill.slots + self.parallel)

@@ -143,6 +143,7 @@ class PEagle(nn.Module):
     method = "peagle"
     Config = PEagleConfig
     draft_needs = frozenset({"ids", "taps"})
+    on_device = True
     loss_needs = frozenset({"ids", "taps", "teacher"})
     d2t_W: Tensor | None
     t2d_V: Tensor | None

@@ -100,7 +100,7 @@ class Target(nn.Module):
             )
         self._additive = config._attn_implementation == "eager"
         self._cache_argument = _cache_argument(parts.decoder)
-        self._head_rows: tuple[tuple[int, int], Tensor, Tensor, Tensor | None, Product | None] | None = None
+        self._head_rows: tuple[Tensor, object, Tensor, Tensor | None, Product | None] | None = None
         self._head_product: tuple[tuple[int, int], Product | None] | None = None
         self.not_lean = "its weights are rounded" if quantized is not None else why_not_lean(model, parts)
         self._lean = [LeanRunner(model, parts)] if self.not_lean is None else []
@@ -257,12 +257,15 @@ class Target(nn.Module):
             weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
         else:
             kept = self._head_rows
-            if kept is None or kept[0] != mark(head.weight) or not torch.equal(kept[1], ids):
+            # The same ids if they are the same tensor, which nobody wrote to: the device is not asked.
+            same = kept is not None and kept[0] is ids and not ids.is_inference()
+            marks = mark(ids), mark(head.weight)
+            if kept is None or not same or kept[1] != marks:
                 with torch.inference_mode(False):  # kept, and read by passes with gradients too
                     bias = None if head.bias is None else head.bias[ids]
                     rows = head.weight[ids]
                     packed = packed_product(rows, bias) if self.runner == "lean" else None
-                    kept = self._head_rows = (mark(head.weight), ids.clone(), rows, bias, packed)
+                    kept = self._head_rows = (ids, marks, rows, bias, packed)
             _, _, weight, bias, product = kept
             product = None if torch.is_grad_enabled() or self.runner == "hf" else product
         # Flat: of some rows of a batch (a view), `linear` would copy the whole weight (4 ms for 8,192 rows of 576).

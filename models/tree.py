@@ -95,15 +95,15 @@ class Tree:
         steps_N = torch.arange(self.parents_BN.shape[1], device=self.parents_BN.device)
         return bool((self.parents_BN == steps_N).all())
 
-    def visible(self) -> Tensor:
+    def visible(self, depth: int | None = None) -> Tensor:
         """Bool [B, M, M]: [i, j] True iff j is i or an ancestor of i. The anchor (0) is everyone's ancestor, and an
-        unused node is seen by nobody but itself."""
+        unused node is seen by nobody but itself. `depth`: no node is deeper; None = the device is asked."""
         b, n = self.tokens_BN.shape
         up_BM = torch.nn.functional.pad(self.parents_BN, (1, 0))
         self_MM = torch.eye(n + 1, dtype=torch.bool, device=up_BM.device)
         see_BMM = self_MM.repeat(b, 1, 1)
         at_BM = up_BM
-        for _ in range(int(self.depths_BN.max()) if n else 0):
+        for _ in range((int(self.depths_BN.max()) if depth is None else depth) if n else 0):
             see_BMM.scatter_(2, at_BM[:, :, None], True)
             at_BM = up_BM.gather(1, at_BM)
         see_BMM[:, :, 0] = True
