@@ -121,7 +121,7 @@ STORED = ["--config", CLLM, "budget.minutes=null", "objective.states=stored"]
         (["objective.labels=base", "adapters.kind=full", "target.dtype=float32"], "ask the model as it was"),
         (["objective.block=1024"], "objective.block=1024 is no part of a text of data.max_length=1024"),
         (["preset=make_some_noise", "objective.passes=2"], "put back what a recipe sets with objective.passes=4"),
-        ([*STORED, "objective.start=prompt", "adapters.mask=none"], "objective.passes=1 is of"),
+        ([*STORED, "objective.start=prompt", "adapters.mask=none", "objective.passes=1"], "objective.passes=1 is of"),
         (STORED, "only start=mask shows mask tokens"),
         (["objective.start=mask"], "no stored trajectory begins so"),
         (["objective.ar_weight=0"], "consistency.allow_no_anchor=true"),
