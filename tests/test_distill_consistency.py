@@ -199,6 +199,24 @@ def test_a_run_leaves_a_model_that_loads(trained: Path) -> None:
     assert merged.keys() == exported.keys() and all(torch.equal(merged[n], exported[n]) for n in merged)
 
 
+def test_a_finished_run_exports_anew_with_another_strength(tmp_path: Path) -> None:
+    """Where the training does not depend on it (states=noise); nothing is trained again."""
+    run = tmp_path / "run"
+    argv = [*QUICK, *SHORT, f"run={run}", "budget.steps=2", "guard.max_rise=9", "guard.max_repeated=1"]
+    noise = [*argv, "preset=make_some_noise", "objective.states=noise", "objective.start=random"]
+    assert main(noise) == 0
+    whole = load_file(run / "export/model.safetensors")
+    assert main([*noise, "adapters.strength=0.5"]) == 0
+    half, base = load_file(run / "export/model.safetensors"), tiny_target().model.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    torch.testing.assert_close(half[name] - base[name], (whole[name] - base[name]) / 2, rtol=1e-3, atol=1e-6)
+    assert not torch.equal(half[name], base[name])
+    online = [*argv, f"run={tmp_path / 'online'}"]
+    assert main(online) == 0
+    with pytest.raises(ValueError, match=r"adapters\.strength: was 1\.0, is 0\.5"):
+        main([*online, "adapters.strength=0.5"])
+
+
 def test_stored_trajectories_are_collected_and_trained_on(tmp_path: Path) -> None:
     prompts, states = tmp_path / "prompts.jsonl", tmp_path / "states.jsonl"
     said = [{"messages": [{"role": "user", "content": f"say {i}"}]} for i in range(20)]
