@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny models, no bound on figures is meant")
     parser.add_argument("--only", nargs="+", choices=[*RECIPES, "tasks"], default=[*RECIPES, "tasks"])
     parser.add_argument("--out", type=Path, default=None, help="runs/jacobi, or runs/jacobi_quick")
-    parser.add_argument("--minutes", type=float, default=35, help="training minutes of a recipe, by the clock of its one process (default: 35)")  # fmt: skip
+    parser.add_argument("--minutes", type=float, help="training minutes, by the clock (default: the recipe's own)")
     parser.add_argument(
         "--prompts",
         type=int,
@@ -99,9 +99,10 @@ class Real:
         run = self.out / "run"
         recipe = "consistency_quick" if self.args.quick else RECIPES[self.name]
         settings = [f"run={run}", "processes=1"]
-        settings += (
-            ["budget.steps=2", "log.progress=false"] if self.args.quick else [f"budget.minutes={self.args.minutes:g}"]
-        )
+        if self.args.quick:
+            settings += ["budget.steps=2", "log.progress=false"]
+        elif self.args.minutes is not None:
+            settings.append(f"budget.minutes={self.args.minutes:g}")
         argv = ["--config", str(ROOT / f"configs/{recipe}.yaml"), *settings, *self.args.settings]
         spent, since = self.out / "cpu_seconds", cpu_seconds()  # of this launch and of those that were interrupted
         before = float(spent.read_text()) if spent.exists() else 0.0
