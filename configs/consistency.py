@@ -63,6 +63,12 @@ class ConsistencyRun:
         f"evaluate.{name}" for name in ("conversations", "probe_prompts", "probe_tokens")
     )
 
+    @property
+    def free(self) -> tuple[str, ...]:
+        """What may change beside `FREE_ON_RESUME`: a finished run that is started again with another strength exports anew.
+        With states=online the training itself depends on it."""
+        return () if self.objective.states == "online" else ("adapters.strength",)
+
     method: Literal["consistency"] = "consistency"
     """The only one of this script."""
     target: TargetConfig = field(default_factory=TargetConfig)

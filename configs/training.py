@@ -230,7 +230,7 @@ class TrainConfig:
 
 
 # What may change between the launches of one run; everything else must be equal for a resume to mean anything. A run's
-# settings may take exceptions (`FIXED`).
+# settings may take exceptions (`FIXED`) and add to it (`free`).
 FREE_ON_RESUME = (
     "budget",
     "save",
@@ -295,9 +295,10 @@ def differing(old: dict[str, Any], config: Any) -> list[str]:
         return list(map(plain, value)) if isinstance(value, (list, tuple)) else value
 
     before, after, fixed = flatten(old), flatten(asdict(config)), getattr(config, "FIXED", ())
+    every = (*FREE_ON_RESUME, *getattr(config, "free", ()))
     lines = []
     for key in sorted(before.keys() | after.keys()):
-        if key not in fixed and any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME):
+        if key not in fixed and any(key == free or key.startswith(free + ".") for free in every):
             continue
         if plain(before.get(key)) != plain(after.get(key)):
             lines.append(f"{key}: was {before.get(key)!r}, is {after.get(key)!r}")

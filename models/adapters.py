@@ -63,7 +63,8 @@ class AdapterConfig:
             )
         if not 0 < self.strength <= 1 or (self.strength < 1 and self.kind != "lora"):
             raise ValueError(
-                f"adapters.strength = {self.strength} with kind={self.kind}: it is a share in (0, 1], and below 1 it needs kind=lora"
+                f"adapters.strength = {self.strength} with kind={self.kind}: it is a share in (0, 1], and below 1 it needs "
+                "kind=lora"
             )
         if self.kind == "lora" and not self.targets:
             raise ValueError("adapters.targets is empty: name at least one projection, for example q_proj")

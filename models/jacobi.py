@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
@@ -51,7 +51,7 @@ from .drafter import Budget, Commit, Prefill, TargetFacts
 from .layers import TargetHead, refuse_unbound
 from .lookup import Pool, Sketch, collect, news, to_tree
 from .ngram import NgramConfig, Text
-from .tree import Extra, Proposal, Tree
+from .tree import Extra, Prompts, Proposal, Tree, hang
 
 BRANCHES = ("recycle", "pool", "ngram", "retrieve")  # settings that a chain has no use for
 CHUNK = 64  # places that start guesses are drawn for at a time
@@ -283,38 +283,23 @@ class Jacobi:
         if config.window == "block":
             del said[max(0, row.end - 1 - place) :]  # a block opens with guesses from `start` alone
         row.end = max(row.end if config.window == "block" else 0, row.made + config.rest(place))
-        row.guesses = said
-        if not self.quadratic:
-            row.guesses = said + self.starts(row, range(row.made + len(said), row.end))
+        # In a quadratic window first guesses ride along and are none of the chain's.
+        row.guesses = said if self.quadratic else said + self.starts(row, range(row.made + len(said), row.end))
         return old[right:]
 
     def ahead(self, state: list[Row], tree: Tree, live: list[bool]) -> Extra:
         """First guesses behind the anchor and behind every guess of the chain, `block` each."""
         n, m, device = self.config.block, tree.tokens_BN.shape[1] + 1, tree.tokens_BN.device
-        nodes = 1 + max(len(row.guesses) for row in state)
-        node_E, step_E = (
-            torch.arange(nodes * n, device=device).div(n, rounding_mode="floor"),
-            torch.arange(n).repeat(nodes),
-        )
-        ids, counts = [], []
-        for row, running in zip(state, live, strict=True):
-            chain = [row.anchor, *row.guesses] if running else []
-            line = [
-                x
-                for i, token in enumerate(chain)
-                for x in self.starts(row, range(row.made + i, row.made + i + n), token)
-            ]
-            counts.append([len(line)])
-            ids.append(line + [0] * (nodes * n - len(line)))
-        b = len(state)
-        step_E = step_E.to(device)
-        parents_E = torch.where(step_E == 0, node_E, m - 1 + torch.arange(nodes * n, device=device))
-        return Extra(
-            torch.tensor(ids, dtype=torch.int64, device=device).view(b, nodes * n),
-            parents_E.expand(b, -1),
-            (node_E + 1 + step_E).expand(b, -1),
-            torch.arange(nodes * n, device=device) < torch.tensor(counts, device=device),
-        )
+        chains = [[row.anchor, *row.guesses] if running else [] for row, running in zip(state, live, strict=True)]
+        ids = [
+            [x for i, last in enumerate(chain) for x in self.starts(row, range(row.made + i, row.made + i + n), last)]
+            for row, chain in zip(state, chains, strict=True)
+        ]
+        nodes = max(map(len, chains))
+        counts_BM = torch.tensor([[n] * len(chain) + [0] * (m - len(chain)) for chain in chains], device=device)
+        extra = hang(tree, counts_BM, Prompts(n), nodes * n, 0)
+        filled = [line + [0] * (nodes * n - len(line)) for line in ids]
+        return replace(extra, ids_BE=torch.tensor(filled, dtype=torch.int64, device=device).view(extra.ids_BE.shape))
 
     def starts(self, row: Row, places: range, last: int | None = None) -> list[int]:
         """First guesses at these places of the answer, behind the token `last` (None = the anchor)."""

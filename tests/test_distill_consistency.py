@@ -121,7 +121,7 @@ STORED = ["--config", CLLM, "budget.minutes=null", "objective.states=stored"]
         (["objective.labels=base", "adapters.kind=full", "target.dtype=float32"], "ask the model as it was"),
         (["objective.block=1024"], "objective.block=1024 is no part of a text of data.max_length=1024"),
         (["preset=make_some_noise", "objective.passes=2"], "put back what a recipe sets with objective.passes=4"),
-        ([*STORED, "objective.start=prompt", "adapters.mask=none"], "objective.passes=1 is of"),
+        ([*STORED, "objective.start=prompt", "adapters.mask=none", "objective.passes=1"], "objective.passes=1 is of"),
         (STORED, "only start=mask shows mask tokens"),
         (["objective.start=mask"], "no stored trajectory begins so"),
         (["objective.ar_weight=0"], "consistency.allow_no_anchor=true"),
@@ -197,6 +197,24 @@ def test_a_run_leaves_a_model_that_loads(trained: Path) -> None:
     adapters.load({name.removeprefix("trained."): t for name, t in tensors.items()})
     merged = adapters.merged()
     assert merged.keys() == exported.keys() and all(torch.equal(merged[n], exported[n]) for n in merged)
+
+
+def test_a_finished_run_exports_anew_with_another_strength(tmp_path: Path) -> None:
+    """Where the training does not depend on it (states=noise); nothing is trained again."""
+    run = tmp_path / "run"
+    argv = [*QUICK, *SHORT, f"run={run}", "budget.steps=2", "guard.max_rise=9", "guard.max_repeated=1"]
+    noise = [*argv, "preset=make_some_noise", "objective.states=noise", "objective.start=random"]
+    assert main(noise) == 0
+    whole = load_file(run / "export/model.safetensors")
+    assert main([*noise, "adapters.strength=0.5"]) == 0
+    half, base = load_file(run / "export/model.safetensors"), tiny_target().model.state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    torch.testing.assert_close(half[name] - base[name], (whole[name] - base[name]) / 2, rtol=1e-3, atol=1e-6)
+    assert not torch.equal(half[name], base[name])
+    online = [*argv, f"run={tmp_path / 'online'}"]
+    assert main(online) == 0
+    with pytest.raises(ValueError, match=r"adapters\.strength: was 1\.0, is 0\.5"):
+        main([*online, "adapters.strength=0.5"])
 
 
 def test_stored_trajectories_are_collected_and_trained_on(tmp_path: Path) -> None:

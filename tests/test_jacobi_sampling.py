@@ -156,8 +156,8 @@ def enumerate_law(
         split: list[World] = []
         for world in worlds:
             made, left = len(world.answer), len(world.row.guesses) + 1 - len(world.new)
-            last = made + left if window == "block" else made + block
-            needed = [] if number == 0 else range(made, min(last, world.row.end) if window == "block" else last)
+            last = made + block if window == "quadratic" else min(made + left, world.row.end)
+            needed = range(made, last) if number else range(0)
             places = [len(prompt) + p for p in needed if fresh or len(prompt) + p not in world.uniforms]
             for combination in product(cells, repeat=len(places)):
                 chosen = world.uniforms | {p: u for p, (u, _) in zip(places, combination, strict=True)}

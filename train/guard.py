@@ -31,11 +31,11 @@ MOST = 4  # guesses of quadratic decoding
 
 
 def decoding_of(objective: ConsistencyConfig, mask_id: int | None) -> JacobiConfig:
-    """How a model of this objective is decoded: with as many guesses as its block has places, at all times (a trained SmolLM2
-    came to 1.30 tokens per forward so, and to 1.25 up to the end of a block). One that has seen first guesses alone reads no
-    others (quadratic), `MOST` at a time, since rows grow with the square; two blocks are in flight where a block learnt to read noisy ones before it. First guesses
-    are of the kind that it has seen (for tokens of the text before a block, which decoding does not offer, those of the
-    prompt)."""
+    """How a model of this objective is decoded: with as many guesses as its block has places, at all times (a trained
+    SmolLM2 came to 1.30 tokens per forward so, and to 1.25 up to the end of a block). One that has seen first guesses alone
+    reads no others (quadratic), `MOST` at a time, since rows grow with the square. Two blocks are in flight where a block
+    learnt to read noisy ones before it. First guesses are of the kind that it has seen (for tokens of the text before a
+    block, which decoding does not offer, those of the prompt)."""
     start: Literal["prompt", "last", "random", "mask"] = "prompt"
     if objective.start in ("last", "random"):
         start = objective.start

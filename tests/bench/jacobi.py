@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny models, no bound on figures is meant")
     parser.add_argument("--only", nargs="+", choices=[*RECIPES, "tasks"], default=[*RECIPES, "tasks"])
     parser.add_argument("--out", type=Path, default=None, help="runs/jacobi, or runs/jacobi_quick")
-    parser.add_argument("--minutes", type=float, default=35, help="training minutes of a recipe, by the clock of its one process (default: 35)")  # fmt: skip
+    parser.add_argument("--minutes", type=float, help="training minutes, by the clock (default: the recipe's own)")
     parser.add_argument(
         "--prompts",
         type=int,
@@ -99,20 +99,25 @@ class Real:
         run = self.out / "run"
         recipe = "consistency_quick" if self.args.quick else RECIPES[self.name]
         settings = [f"run={run}", "processes=1"]
-        settings += (
-            ["budget.steps=2", "log.progress=false"] if self.args.quick else [f"budget.minutes={self.args.minutes:g}"]
-        )
+        if self.args.quick:
+            settings += ["budget.steps=2", "log.progress=false"]
+        elif self.args.minutes is not None:
+            settings.append(f"budget.minutes={self.args.minutes:g}")
         argv = ["--config", str(ROOT / f"configs/{recipe}.yaml"), *settings, *self.args.settings]
+        spent, since = self.out / "cpu_seconds", cpu_seconds()  # of this launch and of those that were interrupted
+        before = float(spent.read_text()) if spent.exists() else 0.0
         if self.args.quick:  # stays in this process
             code = distill_consistency.main(argv)
         else:
             command = ["accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision",
                        "no", "--dynamo_backend", "no", "train/distill_consistency.py", *argv]  # fmt: skip
             print("+", shlex.join(command), flush=True)
-            code = subprocess.run(command, cwd=ROOT).returncode
+            try:
+                code = subprocess.run(command, cwd=ROOT).returncode
+            finally:
+                spent.write_text(str(before + cpu_seconds() - since))
         if code:
             raise SystemExit(f"the training ended with exit code {code}; its messages are above, this resumes it")
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
         facts = yaml.safe_load((run / "export" / "run.yaml").read_text(encoding="utf-8"))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         last = [line for line in lines if line["kind"] == "train"][-1]
@@ -121,8 +126,7 @@ class Real:
             "steps": last["step"],
             "tokens": last["tokens"],
             "minutes": round(last["seconds"] / 60, 2),
-            # Of a training that was interrupted, this launch's own is too little; it has one process of one thread.
-            "cpu_minutes": round(max(used.ru_utime + used.ru_stime, last["seconds"]) / 60, 2),
+            "cpu_minutes": round((before + cpu_seconds() - since) / 60, 2),
             "exported": facts.get("training", {}),
             "curve": [
                 {k: line[k] for k in ("kind", "step", "ar_loss", "run_length", "tokens_per_forward", "repeated_share") if k in line}
@@ -171,6 +175,12 @@ class Real:
         self.console.print(table)
         for line in [*quality_lines(report), *report["flags"]]:
             self.console.print(line, markup=False)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it waited for."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
 
 
 def bars_of(name: str, figures: Row) -> list[Row]:

@@ -3,7 +3,8 @@
 1. float64, a tiny random-weight target, 300 prompts x 64 tokens: every method x tree x batch {1, 4} against plain
    decoding in the same runtime. Random heads are mostly wrong, so a look-up of the known answers, partly made wrong,
    rides along as one more drafter, and so do the training-free ones (Jacobi decoding with blocks of 4, 8, 16 and 32, and
-   with a quadratic window; its pools are branches, so chains are without and static trees with them). Bar: not one differing token.
+   with a quadratic window; its pools are branches, so chains are without and static trees with them). Bar: not one
+   differing token.
 2. The real target in bf16, chains at a fixed width, K in {2, 4}, batch {1, 4}: the same ids and the same logits, bit by
    bit, as plain decoding padded to that width. `--model EXPORT` (several) tests trained heads; methods without
    one are tested with fresh heads. Bars: no differing id, no differing row of logits.
