@@ -479,7 +479,7 @@ class Engine:
             self.cache.commit(keep_B)
             ids_BA, hidden, taps = passed.ids_BM[:, :a], hidden[:, :a], None if taps is None else taps[:, :a]
         else:
-            self.cache.compact(path_BA, keep_B)
+            self.cache.compact(path_BA, keep_B, read=True)
             rows_B1 = torch.arange(len(self.requests), device=self.device)[:, None]
             ids_BA, hidden = passed.ids_BM.gather(1, path_BA), hidden[rows_B1, path_BA]
             taps = None if taps is None else taps[rows_B1, path_BA]

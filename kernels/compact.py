@@ -30,6 +30,23 @@ def reference(
     lengths_B += counts_B
 
 
+def by_row(
+    kv: Tensor, lengths_B: Tensor, path_BL: Tensor, counts_B: Tensor, positions_BS: Tensor | None = None
+) -> None:
+    """As `compact`, by what the host reads of the paths: on a CPU quicker, since most slots stay where they are."""
+    for row, (n, count, path) in enumerate(
+        zip(lengths_B.tolist(), counts_B.tolist(), path_BL.tolist(), strict=True)
+    ):
+        first = next((j for j in range(count) if path[j] != j), count)
+        if first == count:
+            continue
+        source = torch.tensor(path[first:count], device=kv.device) + n
+        kv[:, :, row, :, n + first : n + count] = kv[:, :, row].index_select(3, source)
+        if positions_BS is not None:
+            positions_BS[row, n + first : n + count] = positions_BS[row, source]
+    lengths_B += counts_B
+
+
 def compact(
     kv: Tensor, lengths_B: Tensor, path_BL: Tensor, counts_B: Tensor, positions_BS: Tensor | None = None
 ) -> None:

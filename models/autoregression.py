@@ -101,10 +101,10 @@ def start(cell: Cell, state: State, embed: TargetEmbed, commit: Commit, feature_
     of the newest row of each."""
     x_BTX, residual_BTD = cell.mix(embed(commit.following()).to(feature_BTD.dtype), feature_BTD)
     state.cache.begin(commit.positions_BT)
-    k_BTGd, v_BTGd = cell.self_attn.keys_values(x_BTX, cell.rotary(commit.positions_BT))
+    q_BTHd, k_BTGd, v_BTGd = cell.self_attn.project(x_BTX, cell.rotary(commit.positions_BT))
     k_BGSd, v_BGSd = state.cache.update(k_BTGd.transpose(1, 2), v_BTGd.transpose(1, 2), 0)
     position_B1 = newest(commit, commit.positions_BT[..., None])
-    q_BHd = cell.self_attn.queries(newest(commit, x_BTX), cell.rotary(position_B1[:, 0]))
+    q_BHd = newest(commit, q_BTHd)
     last_B1 = (commit.counts_B - 1).clamp(min=0)[:, None]
     see_B1T = torch.arange(x_BTX.shape[1], device=last_B1.device) <= last_B1
     see_B1S = state.cache.mask(see_B1T[:, None])[:, 0]
@@ -133,11 +133,10 @@ def extend(cell: Cell, state: State, embed: TargetEmbed, tokens_BN: Tensor, pare
     position_BN = state.position_B[:, None] + depth_BN
     angles = cell.rotary(position_BN)
     state.cache.begin(position_BN, offset=before)
-    k_BNGd, v_BNGd = cell.self_attn.keys_values(x_BNX, angles)
+    q_BNHd, k_BNGd, v_BNGd = cell.self_attn.project(x_BNX, angles)
     k_BGSd, v_BGSd = state.cache.update(k_BNGd.transpose(1, 2), v_BNGd.transpose(1, 2), 0)
-    q_BHNd = cell.self_attn.queries(x_BNX, angles).transpose(1, 2)
     see_BNS = state.cache.mask(see_BNA)[:, 0]
-    attended_BND = attend(q_BHNd, k_BGSd, v_BGSd, see_BNS).transpose(1, 2).flatten(2)
+    attended_BND = attend(q_BNHd.transpose(1, 2), k_BGSd, v_BGSd, see_BNS).transpose(1, 2).flatten(2)
     hidden_BND = cell.finish(residual_BND, attended_BND)
     state.feature_BMD = torch.cat([state.feature_BMD, cell.feed(hidden_BND)], dim=1)
     state.depth_BM = torch.cat([state.depth_BM, depth_BN], dim=1)

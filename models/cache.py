@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from transformers import Cache as HFCache
 
-from ..kernels.compact import compact
+from ..kernels.compact import by_row, compact
 
 
 class Cache(HFCache):
@@ -195,10 +195,11 @@ class Cache(HFCache):
         """Keep the first `counts_B` tokens of each row's appended tail."""
         self.lengths_B += counts_B
 
-    def compact(self, path_BL: Tensor, counts_B: Tensor) -> None:
+    def compact(self, path_BL: Tensor, counts_B: Tensor, *, read: bool = False) -> None:
         """Keep a path through the appended tail: token `path_BL[b, j]` of it (0 = first appended, ascending) becomes
-        the j-th committed one, for j < counts_B[b]; entries beyond are not read."""
-        compact(self.kv, self.lengths_B, path_BL, counts_B, self.positions_BS)
+        the j-th committed one, for j < counts_B[b]; entries beyond are not read. `read`: the host may read the path."""
+        move = by_row if read and self.kv.device.type == "cpu" else compact
+        move(self.kv, self.lengths_B, path_BL, counts_B, self.positions_BS)
 
     def truncate(self, lengths_B: Tensor) -> None:
         """Roll back to `lengths_B` committed slots per row. Raises ValueError if a row is shorter than that."""

@@ -41,6 +41,7 @@ from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Term
 from .layers import (
     MLP,
     Attention,
+    Linear,
     RMSNorm,
     Rotary,
     TargetEmbed,
@@ -223,7 +224,7 @@ def build_backbone(drafter: Any, config: BlockConfig, facts: TargetFacts, method
     if drafter.taps[0] < 0 or drafter.taps[-1] > facts.layers:
         raise ValueError(f"{method}: taps {drafter.taps} of {facts.name} must lie in 0..{facts.layers}")
     register_mask_id(drafter, config.mask_id, facts.vocab, method)
-    drafter.fc = nn.Linear(len(drafter.taps) * facts.width, facts.width, bias=False)
+    drafter.fc = Linear(len(drafter.taps) * facts.width, facts.width, bias=False)
     drafter.hidden_norm = RMSNorm(facts.width, facts.norm_eps)
     drafter.layers = nn.ModuleList([Layer(facts, config) for _ in range(config.layers)])
     drafter.norm = RMSNorm(facts.width, facts.norm_eps)

@@ -36,6 +36,7 @@ from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Term
 from .layers import (
     MLP,
     Attention,
+    Linear,
     RMSNorm,
     Rotary,
     TargetEmbed,
@@ -111,8 +112,8 @@ class LSTM(nn.Module):
 
     def __init__(self, width_in: int, width: int) -> None:
         super().__init__()
-        self.input = nn.Linear(width_in, 4 * width)
-        self.recurrent = nn.Linear(width, 4 * width, bias=False)
+        self.input = Linear(width_in, 4 * width)
+        self.recurrent = Linear(width, 4 * width, bias=False)
         with torch.no_grad():
             self.input.bias[width : 2 * width] = 1.0  # it remembers at first
 

@@ -27,6 +27,7 @@ from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Term
 from .layers import (
     MLP,
     Attention,
+    Linear,
     RMSNorm,
     Rotary,
     TargetEmbed,
@@ -98,9 +99,9 @@ class Head(nn.Module):
 
     def __init__(self, width: int, tokens: int, layers: int) -> None:
         super().__init__()
-        self.mixer = nn.Linear((tokens + 1) * width, width)
-        self.residual = nn.Linear((tokens + 1) * width, width)
-        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers - 1)])
+        self.mixer = Linear((tokens + 1) * width, width)
+        self.residual = Linear((tokens + 1) * width, width)
+        self.layers = nn.ModuleList([Linear(width, width) for _ in range(layers - 1)])
         for layer in (self.mixer, *self.layers):
             nn.init.zeros_(layer.weight)
         with torch.no_grad():
@@ -148,7 +149,7 @@ class Hydra(nn.Module):
         self.vocab = register_vocabulary(self, facts, draft_ids)
         self.prefix = Prefix(facts) if config.prefix else None
         self.heads = nn.ModuleList([Head(facts.width, i + 1, config.layers) for i in range(config.heads)])
-        lm_heads = [nn.Linear(facts.width, self.vocab) for _ in range(config.heads)]
+        lm_heads = [Linear(facts.width, self.vocab) for _ in range(config.heads)]
         for head in lm_heads:
             nn.init.zeros_(head.bias)
         self.lm_heads = nn.ModuleList(lm_heads)

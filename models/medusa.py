@@ -23,6 +23,7 @@ from ..losses.distill import Oov
 from ..losses.objective import parse_objective
 from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
 from .layers import (
+    Linear,
     TargetHead,
     check_loss_settings,
     head_rows,
@@ -62,7 +63,7 @@ class Blocks(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        linears = [nn.Linear(width, width) for _ in range(layers)]
+        linears = [Linear(width, width) for _ in range(layers)]
         for linear in linears:
             nn.init.zeros_(linear.weight)
         self.layers = nn.ModuleList(linears)
@@ -99,7 +100,7 @@ class Medusa(nn.Module):
         self.vocab = register_vocabulary(self, facts, draft_ids)
         self.blocks = nn.ModuleList([Blocks(facts.width, config.layers) for _ in range(config.heads)])
         if config.head == "own":
-            self.lm_heads = nn.ModuleList([nn.Linear(facts.width, self.vocab, bias=False) for _ in range(config.heads)])
+            self.lm_heads = nn.ModuleList([Linear(facts.width, self.vocab, bias=False) for _ in range(config.heads)])
         self.target_head: TargetHead = refuse_unbound
 
     def bind(self, target: Any) -> None:

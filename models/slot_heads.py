@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import TargetEmbed
+from .layers import Linear, TargetEmbed
 
 INITIAL_STD = 0.02  # of the matrices of a head: a correction that is nearly none at first, with a gradient everywhere
 
@@ -79,11 +79,11 @@ class Markov(nn.Module):
         self.kind, self.rank = kind, rank
         self.state_size = rank if kind == "rnn" else 0
         self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
+        self.markov_w2 = Linear(rank, draft_vocab, bias=False)
         if kind == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank)
+            self.gate_proj = Linear(width + rank, rank)
         if kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+            self.joint_proj = Linear(2 * rank + width, 3 * rank)
         for weight in (self.markov_w1.weight, self.markov_w2.weight):
             nn.init.normal_(weight, std=INITIAL_STD)
 
@@ -149,9 +149,9 @@ class Domino(nn.Module):
         super().__init__()
         self.state_size, self.clean = size, clean
         self.prefix_gru = GRU(width, size)
-        out = nn.Linear(rank, draft_vocab, bias=False)
+        out = Linear(rank, draft_vocab, bias=False)
         nn.init.normal_(out.weight, std=INITIAL_STD)
-        self.embed_proj = nn.Sequential(nn.Linear(width + size, rank, bias=False), nn.SiLU(), out)
+        self.embed_proj = nn.Sequential(Linear(width + size, rank, bias=False), nn.SiLU(), out)
 
     def step(
         self, state_XS: Tensor, hidden_XD: Tensor, previous_X: Tensor, depth_X: Tensor, embed: TargetEmbed
@@ -174,8 +174,8 @@ class Pairs(nn.Module):
         super().__init__()
         self.candidates: int | None = candidates
         self.first = nn.Embedding(vocab, rank)
-        self.state = nn.Linear(width, rank, bias=False)
-        self.second = nn.Linear(rank, draft_vocab, bias=False)
+        self.state = Linear(width, rank, bias=False)
+        self.second = Linear(rank, draft_vocab, bias=False)
         nn.init.ones_(self.first.weight)
         nn.init.normal_(self.second.weight, std=INITIAL_STD)
 

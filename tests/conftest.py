@@ -238,7 +238,7 @@ class ScriptedCache:
     def commit(self, counts_B: torch.Tensor) -> None:
         self.lengths_B += counts_B
 
-    def compact(self, path_BL: torch.Tensor, counts_B: torch.Tensor) -> None:
+    def compact(self, path_BL: torch.Tensor, counts_B: torch.Tensor, *, read: bool = False) -> None:
         kept_BL = self.ids_BS.gather(1, self.lengths_B[:, None] + path_BL)
         self.ids_BS.scatter_(1, self.lengths_B[:, None] + torch.arange(path_BL.shape[1]), kept_BL)
         self.lengths_B += counts_B

@@ -97,8 +97,9 @@ def test_two_appended_passes_are_one() -> None:
     assert torch.equal(read_once[0], read_twice[0]) and torch.equal(read_once[1], read_twice[1])
 
 
+@pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_compaction_keeps_the_path_and_nothing_else(seed: int) -> None:
+def test_compaction_keeps_the_path_and_nothing_else(seed: int, read: bool) -> None:
     random = torch.Generator().manual_seed(seed)
     cache = _ragged()
     kept = [_tokens(cache, b) for b in range(3)]
@@ -112,7 +113,7 @@ def test_compaction_keeps_the_path_and_nothing_else(seed: int) -> None:
     for b, path in enumerate(paths):
         path_BL[b, : len(path)] = path
         positions[b] += (cache.lengths_B[b] + depths_BT[b, path]).tolist()
-    cache.compact(path_BL, counts_B)
+    cache.compact(path_BL, counts_B, read=read)
     for b, path in enumerate(paths):
         for layer in range(LAYERS):
             assert _tokens(cache, b, layer) == kept[b] + tokens_BT[b, path].tolist()
