@@ -34,9 +34,7 @@ def by_row(
     kv: Tensor, lengths_B: Tensor, path_BL: Tensor, counts_B: Tensor, positions_BS: Tensor | None = None
 ) -> None:
     """As `compact`, by what the host reads of the paths: on a CPU quicker, since most slots stay where they are."""
-    for row, (n, count, path) in enumerate(
-        zip(lengths_B.tolist(), counts_B.tolist(), path_BL.tolist(), strict=True)
-    ):
+    for row, (n, count, path) in enumerate(zip(lengths_B.tolist(), counts_B.tolist(), path_BL.tolist(), strict=True)):
         first = next((j for j in range(count) if path[j] != j), count)
         if first == count:
             continue

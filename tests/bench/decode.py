@@ -1,7 +1,7 @@
 """How fast is decoding on this CPU? Ours, transformers and the CPU build of vLLM, plain and with the same EAGLE-3 head.
 
 The same held-out prompts, greedy, batch 1, bfloat16, one interleaved run: every prompt is answered by all ways in rotating
-order. Ours: plain and chains of K tokens from an EAGLE-3 head (that of `main_job.py --only long`, or `--head`). transformers:
+order. Ours: plain, chains of K tokens and static trees from an EAGLE-3 head (that of `main_job.py --only long`, or `--head`). transformers:
 `generate`, its prompt lookup, and assisted generation where `--assistant` names a small model. vLLM: plain and with the
 same exported head, each in a process of its own that waits while others work (tests/bench/engine_vllm.py makes its
 environment). Tokens per second: tokens of the answers over wall seconds of whole calls, prompts included.
@@ -9,6 +9,7 @@ environment). Tokens per second: tokens of the answers over wall seconds of whol
 The roofline of plain decoding is the measured read bandwidth over the bytes that a token needs: all weights but the
 embedding where it is not the head too, and the keys and values so far.
 
+    export GLIBC_TUNABLES=glibc.malloc.hugetlb=1                 # as launch.sh does: weights in huge pages, for all ways
     python tests/bench/decode.py                                 # 16 prompts x 96 tokens, about 10 minutes
     python tests/bench/decode.py --threads 2 --no-engine
     python tests/bench/decode.py --quick                         # tiny models, no figure means anything
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--k", type=int, nargs="+", default=[2, 3, 4], help="draft lengths of our chains (default: 2 3 4)"
     )
+    parser.add_argument("--nodes", type=int, nargs="*", default=[4], help="sizes of our static trees (default: 4)")
     parser.add_argument("--engine-k", type=int, default=3, help="draft length of the engine (default: 3)")
     parser.add_argument("--assistant", default=None, help="folder of a small model with the same tokenizer")
     parser.add_argument("--prompts", type=int, default=16)
@@ -152,13 +154,15 @@ def ours(target: Any, args: argparse.Namespace) -> dict[str, Answer]:
 
     params = SamplingParams(max_new_tokens=args.tokens)
 
-    def way(drafter: Any, k: int) -> Answer:
-        return lambda ids: generate(target, [ids], params, drafter, DecodeConfig(k=k))[0].ids
+    def way(drafter: Any, decode: DecodeConfig) -> Answer:
+        return lambda ids: generate(target, [ids], params, drafter, decode)[0].ids
 
-    ways = {"ours, plain": way(None, 1)}
+    ways = {"ours, plain": way(None, DecodeConfig())}
     if not args.quick:
         head = load_drafter(str(args.head), target)
-        ways |= {f"ours, EAGLE-3 K={k}": way(head, k) for k in args.k}
+        ways |= {f"ours, EAGLE-3 K={k}": way(head, DecodeConfig(k=k)) for k in args.k}
+        trees = {n: DecodeConfig(tree="static", nodes=n, k=2) for n in args.nodes}
+        ways |= {f"ours, EAGLE-3 static tree of {n}": way(head, tree) for n, tree in trees.items()}
     return ways
 
 
