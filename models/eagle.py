@@ -28,6 +28,7 @@ from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Term
 from .layers import (
     MLP,
     Attention,
+    Linear,
     RMSNorm,
     Rotary,
     TargetEmbed,
@@ -100,7 +101,7 @@ class Eagle(nn.Module):
         self.config, self.facts = config, facts
         self.objective = parse_objective(config.objective, features=True)
         self.vocab = register_vocabulary(self, facts, draft_ids)
-        self.fc = nn.Linear(2 * facts.width, facts.width, bias=config.bias)
+        self.fc = Linear(2 * facts.width, facts.width, bias=config.bias)
         self.layers = nn.ModuleList([Layer(facts, config)])
         self.rotary = Rotary(facts)
         self.target_embed: TargetEmbed = refuse_unbound

@@ -25,6 +25,7 @@ from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Term
 from .layers import (
     MLP,
     Attention,
+    Linear,
     RMSNorm,
     Rotary,
     TargetEmbed,
@@ -131,10 +132,10 @@ class Eagle3(nn.Module):
             self.fc_norm = nn.ModuleList([RMSNorm(width, facts.norm_eps) for _ in self.taps])
         if config.norm_before_fc:
             self.input_norm = RMSNorm(taps * width, facts.norm_eps)
-        self.fc = nn.Linear(taps * width, width, bias=False)
+        self.fc = Linear(taps * width, width, bias=False)
         self.midlayer = Midlayer(facts, config)
         self.norm = RMSNorm(width, facts.norm_eps)
-        self.lm_head = nn.Linear(width, self.vocab, bias=False).requires_grad_(config.train_head)
+        self.lm_head = Linear(width, self.vocab, bias=False).requires_grad_(config.train_head)
         self.rotary = Rotary(facts)
         self.target_embed: TargetEmbed = refuse_unbound
 

@@ -29,6 +29,7 @@ from .eagle3 import default_taps
 from .layers import (
     MLP,
     Attention,
+    Linear,
     RMSNorm,
     Rotary,
     TargetEmbed,
@@ -164,12 +165,12 @@ class PEagle(nn.Module):
             self.fc_norm = nn.ModuleList([RMSNorm(width, facts.norm_eps) for _ in self.taps])
         if config.norm_before_fc:
             self.input_norm = RMSNorm(taps * width, facts.norm_eps)
-        self.fc = nn.Linear(taps * width, width, bias=False)
+        self.fc = Linear(taps * width, width, bias=False)
         self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, 1, taps * width))
         self.mask_embed = nn.Parameter(0.02 * torch.randn(width))
         self.layers = nn.ModuleList([Layer(facts, config, i == 0) for i in range(config.layers)])
         self.norm = RMSNorm(width, facts.norm_eps)
-        self.lm_head = nn.Linear(width, self.vocab, bias=False).requires_grad_(config.train_head)
+        self.lm_head = Linear(width, self.vocab, bias=False).requires_grad_(config.train_head)
         self.rotary = Rotary(facts)
         self.target_embed: TargetEmbed = refuse_unbound
 
