@@ -1,6 +1,6 @@
 """What users of other runtimes ran into, ruled out on the path that decodes and serves: lean runner, engine, steps on the
-device (CASES B30, B31, B43, B44, B47; PROMISES 14, 27). Of B49: tests/test_lean.py, tests/test_target.py; of PROMISES 22:
-tests/test_serve.py; of PROMISES 4: tests/test_linear_loss.py."""
+device (CASES B30, B31, B43, B44, B47, B49; PROMISES 4, 14, 27). Of B49 beside: tests/test_lean.py, tests/test_target.py; of
+PROMISES 22: tests/test_serve.py."""
 
 import gc
 import math
@@ -23,6 +23,7 @@ from draftsmith.inference.load import free_drafter
 from draftsmith.inference.prefixes import Prefixes
 from draftsmith.inference.speculate import DecodeConfig, chain_width, generate
 from draftsmith.inference.worker import Limits
+from draftsmith.kernels.linear_loss import TERMS, FromHidden, linear_loss, reference
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
 from draftsmith.models.pretrained import tiny_target
@@ -80,7 +81,7 @@ def served(
 
 def test_b30_no_logits_of_a_whole_prompt() -> None:
     """The largest tensor of prefill and decoding grows with the prompt, or with the vocabulary, never with both."""
-    target, vocab = tiny_target(width=32, layers=2, vocab=3000), 3000
+    target, vocab = tiny_target(width=32, layers=2, vocab=1200), 1200
     largest = []
     for length in (96, 192):
         sizes: list[int] = []
@@ -99,7 +100,47 @@ def test_b30_no_logits_of_a_whole_prompt() -> None:
         with Watch():
             generate(target, [(PROMPT * length)[:length]], params, drafter, DecodeConfig(k=2))
         largest.append(max(sizes))
-    assert largest[0] < 96 * vocab / 4 and largest[1] < 2.2 * largest[0]
+    assert largest[0] < 96 * vocab / 2 and largest[1] < 2.2 * largest[0]
+
+
+@pytest.mark.parametrize("rope", [None, "linear", "yarn", "llama3"])
+def test_b49_drafters_rotate_as_the_lean_runner_does(rope: str | None) -> None:
+    """Base 5e6, every scaling: angles of the target's own module, which lean passes use, and of a drafter's table."""
+    extra: dict[str | None, dict[str, Any]] = {
+        None: {"rope_type": "default"},
+        "linear": {"rope_type": "linear", "factor": 2.0},
+        "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        "llama3": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    }  # fmt: skip
+    target = tiny_target(width=32, layers=2, rope=extra[rope] | {"rope_theta": 5e6})
+    positions_BT = torch.tensor([[0, 1, 17, 400]])
+    wanted = target.model.model.rotary_emb(target.embed(positions_BT), positions_BT)
+    for ours, theirs in zip(drafter_of("eagle3", target).rotary(positions_BT), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_promise_4_fused_losses(term: str) -> None:
+    """Against the definitions in float64, of the same numbers; gradients by finite differences."""
+    torch.manual_seed(0)
+    made = [torch.randn(*shape) * 0.5 for shape in ((11, 6), (23, 6), (11, 6), (23, 6))]
+    label_T = torch.randint(0, 23, (11,))
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        hidden_TD, weight_WD, *teacher = (x.to(dtype) for x in made)
+        terms = ((1.0, term),)
+        got_T = linear_loss(hidden_TD, weight_WD, terms, teacher=FromHidden(*teacher), label_T=label_T).value_T
+        wide = FromHidden(*(x.double() for x in teacher))
+        want_T = reference(hidden_TD.double(), weight_WD.double(), terms, teacher=wide, label_T=label_T)
+        assert float((got_T - want_T).abs().max()) <= tolerance * max(1.0, float(want_T.abs().max()))
+
+    def total(hidden_TD: Tensor, weight_WD: Tensor) -> Tensor:
+        wide = FromHidden(*(x.double() for x in made[2:]))
+        return linear_loss(hidden_TD, weight_WD, ((1.0, term),), teacher=wide, label_T=label_T, chunk=4).value_T.sum()
+
+    assert torch.autograd.gradcheck(total, [x.double().requires_grad_() for x in made[:2]])
 
 
 def test_b31_memory_is_known_before_anything_runs(real: Target, monkeypatch: pytest.MonkeyPatch) -> None:
