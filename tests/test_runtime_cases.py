@@ -94,7 +94,7 @@ def test_b30_no_logits_of_a_whole_prompt() -> None:
                 sizes.extend(x.numel() for x in owned)  # noqa: B023
                 return out
 
-        drafter = drafter_of("recycling", target)
+        drafter = drafter_of("eagle3", target)
         params = SamplingParams(max_new_tokens=4, ignore_eos=True)
         generate(target, [[5, 6]], params, drafter)  # weights are fused once
         with Watch():

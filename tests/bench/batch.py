@@ -14,7 +14,7 @@ Beside the speed, identity:
 3. The real target, unpadded: where an answer of the batch leaves that of the prompt alone, the top-2 logit gap there is
    below 4 x the difference of the two ways' logits (bits of a pass depend on its rows). None may leave it otherwise.
 
-    python tests/bench/batch.py                                  # 24 prompts x 96 tokens, about 7 minutes
+    python tests/bench/batch.py                                  # 24 prompts x 96 tokens, about 5 minutes
     python tests/bench/batch.py --prompts 8 --tokens 32 --k 1 2
     python tests/bench/batch.py --quick                          # tiny models, no figure means anything
 

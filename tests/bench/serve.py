@@ -1,6 +1,6 @@
 """The server under load: many clients at once, every answer compared with the one that its loop gives alone.
 
-    python tests/bench/serve.py                                  # tiny models in float64, about 8 minutes
+    python tests/bench/serve.py                                  # tiny models in float64, about 6 minutes
     python tests/bench/serve.py --loops draft --requests 60 --short 300
     python tests/bench/serve.py --loops draft --target smollm2 --dtype bfloat16 --requests 40 --clients 8 --model ngram \\
         --tokens 64 --short 0
