@@ -13,7 +13,8 @@ Who is in the batch changes between steps alone. Rows that are done are closed u
 row), so that a pass has as many rows as there are requests; a newcomer's prompt runs on its own and is then copied into
 a row of the cache, and the drafter is handed it as part of the next ragged `Commit`: its contract allows rows of any
 length, so every drafter can take newcomers. The one exception is `refuse_open`. `Engine.closed` is the same without
-any coming and going, for loops whose passes must have the same number of rows to the end (inference/speculate.py).
+newcomers, for loops whose requests all start together (inference/speculate.py); where bits hang on the number of rows,
+rows that are done stay in it (`Engine.closes_up`).
 
 Tests: tests/test_engine.py, tests/test_speculate.py.
 """
@@ -43,9 +44,14 @@ from .rows import closed_up, join, take_rows
 from .trees import TREES, Draft, with_prompts
 
 
+def shares(drafter: Any) -> bool:
+    """Whether what a drafter knows depends on when a batch ends."""
+    return bool(getattr(getattr(drafter, "config", None), "shared", False))
+
+
 def refuse_open(drafter: Any) -> None:
-    """ValueError for a drafter that cannot take newcomers, because what it knows depends on when a batch ends."""
-    if getattr(getattr(drafter, "config", None), "shared", False):
+    """ValueError for a drafter that cannot take newcomers."""
+    if shares(drafter):
         raise ValueError(
             f"{drafter.method}: shared=true shares answers from one closed batch to the next, and here requests come and "
             "go: set shared=false"
@@ -96,7 +102,7 @@ class Engine:
 
     @staticmethod
     def closed(target: Any, requests: Sequence[Request], drafter: Any, decode: DecodeConfig) -> Engine:
-        """An engine for these requests: all start together, and every row stays until the last is done."""
+        """An engine for these requests, which all start together."""
         engine = Engine.__new__(Engine)
         longest = max(len(r.prompt) + r.params.max_new_tokens for r in requests)
         engine._build(target, drafter, decode, len(requests), longest, 0)
@@ -110,6 +116,7 @@ class Engine:
         facts = target.facts
         self.waiting: list[Request] = []
         self.requests: list[Request] = []
+        self.entering: list[Request] = []  # of the step at hand
         self.plan = None if drafter is None else plan_of(drafter, decode, facts.vocab, facts.tokens)
         chain = TREES[decode.tree].chain
         # Of drafters that propose:
@@ -141,6 +148,7 @@ class Engine:
         if self.not_ahead is None:
             self.ahead = Ahead(DeviceStep(target, drafter, decode, self.plan, self.cache))
         self.runs_ahead = False
+        self.closes_up = self.open or (self.ahead is None and decode.fixed_width is None and self._rows_move())
         self.taps = tuple(drafter.taps) if drafter is not None else ()
         self.prefixes = None
         self.states = States(getattr(drafter, "draft_needs", frozenset()), rows, self.slots)
@@ -148,6 +156,11 @@ class Engine:
         self.begun = False  # the drafter's state was made; drafters that keep nothing have None
         self.commit: Commit | None = None
         self.seeds_B = self.rounds_B = self.anchors_B = torch.zeros(0, dtype=torch.int64, device=self.device)
+
+    def _rows_move(self) -> bool:
+        """Whether rows of a closed batch can be closed up: drafter and cache know how, and do not go by the batch."""
+        known = self.drafter is None or hasattr(self.drafter, "reset")
+        return known and hasattr(self.cache, "arrange") and not shares(self.drafter)
 
     def refuse(self, params: SamplingParams) -> None:
         """ValueError, which names the field, for a request that the acceptance rule does not fit."""
@@ -171,9 +184,13 @@ class Engine:
         if request.stop_reason is None:
             request.stop_reason = "cancelled"
 
-    def clear(self) -> None:
-        """Forget all requests and what is known of them, after a step that failed."""
-        self.waiting, self.requests = [], []
+    def clear(self) -> list[Request]:
+        """After a step that failed: forget the requests that took part in it, and give those that were not done. Those that
+        wait stay."""
+        failed = [r for r in self.requests if r.stop_reason is None]
+        failed += [r for r in self.entering if r not in failed and r.stop_reason is None]
+        self.waiting = [r for r in self.waiting if r not in failed]
+        self.requests, self.entering = [], []
         self.commit = self.state = None
         self.begun = False
         if self.ahead is not None:
@@ -182,6 +199,7 @@ class Engine:
         self.cache.reset()
         if self.prefixes is not None:
             self.prefixes.clear()
+        return failed
 
     @property
     def running(self) -> int:
@@ -199,14 +217,17 @@ class Engine:
         events: list[Event] = []
         if self.waiting and free > 0:
             events = self._settle()
-            newcomers = self.waiting[:free]
+            self.entering = newcomers = self.waiting[:free]
             starts = [Start() if self.prefixes is None else self.prefixes.find(r.prompt) for r in newcomers]
             count = len(newcomers)
             if self.open:
                 count = read_together([len(r.prompt) for r in newcomers], starts, self.longest)
+            self.entering = newcomers[:count]
             del self.waiting[:count]
-            return events + self._enter(newcomers[:count], starts[:count])
-        if self.open and 0 < self.running < len(self.requests):
+            events += self._enter(self.entering, starts[:count])
+            self.entering = []
+            return events
+        if self.closes_up and 0 < self.running < len(self.requests):
             events = self._settle()
             if self.running:
                 self._arrange([])
@@ -240,13 +261,14 @@ class Engine:
         self.requests = [self.requests[i] for i in rows] + newcomers
         if self.prefixes is not None:
             self.states.arrange(rows, self.cache.lengths_B.tolist())
-        if self.open:
+        moves = self.closes_up and bool(self.open or rows)  # a closed batch finds its rows empty
+        if moves:
             self.cache.arrange(rows, grown)
         if self.drafter is not None:
             if not self.begun:
                 self.begun = True
                 self.state = self.drafter.init(Prefill(self.rows, self.draft_slots, self.device, self.target.dtype))
-            if self.open:
+            if moves:
                 self.state = take_rows(self.state, rows, grown)
                 if grown:
                     new_B = torch.arange(len(rows), len(rows) + grown, device=self.device)

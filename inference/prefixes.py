@@ -81,7 +81,7 @@ class Prefixes:
             self.rows.append(self.rows.pop(at))
 
     def keep(self, ids: Sequence[int], kv_L2HTd: Tensor, states: tuple[Tensor | None, Tensor | None]) -> None:
-        """Copy what is known of a row that is done; a kept row that it goes on from makes room for it."""
+        """Copy what is known of a row that is done; a kept row that it goes on from makes room for it. NaN is not kept."""
         if len(ids) < self.least:
             return
         new = Kept(np.asarray(ids), kv_L2HTd, states)
@@ -92,7 +92,7 @@ class Prefixes:
                 return
             if shared == len(self.rows[at].ids):
                 self.bytes -= self.rows.pop(at).bytes
-        if new.bytes > self.limit:
+        if new.bytes > self.limit or not all(x is None or bool(x.isfinite().all()) for x in (kv_L2HTd, *states)):
             return
         taps, hidden = (None if x is None else x.clone() for x in states)
         self.rows.append(Kept(new.ids, kv_L2HTd.clone(), (taps, hidden)))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 
 from ..models import FreeSettings
@@ -146,7 +147,9 @@ def run_serve(cfg: ServeConfig, named: Collection[str] = frozenset()) -> None:
     console = Console(highlight=False)
 
     def ready(address: str) -> None:
-        for line in (f"{service.settings.model} ({served.how}) at {address}/v1", *served.about):
+        cache = getattr(service.worker.engine, "cache", None)
+        kept = () if cache is None else (f"{cfg.max_rows} answers at a time, {cache.kv.nbytes / 1e6:.0f} MB for them",)
+        for line in (f"{service.settings.model} ({served.how}) at {address}/v1", *kept, *served.about):
             console.print(visible(line), soft_wrap=True)
 
     Server(service, cfg.host, cfg.port, cfg.connections, ready).run()
@@ -238,10 +241,34 @@ def with_engine(made: Assembled, max_rows: int, prefix_mb: int = 0) -> Served:
     how = "plain decoding" if made.drafter is None else f"drafted by {made.drafter.method}"
 
     def engine(limits: Limits) -> Engine:
+        refuse_memory(made.target, max_rows, limits.total)
         prefixes = Prefixes(prefix_mb * 1_000_000) if prefix_mb else None
         return Engine(made.target, made.drafter, decode, limits.total, limits.prompt, prefixes)
 
     return Served(made.target, engine, how, made.about)
+
+
+def refuse_memory(target: Any, rows: int, total: int) -> None:
+    """ValueError where keys and values of so many rows are more than what is free; on CPUs they would be missed late."""
+    facts = target.facts
+    needed = rows * total * 2 * facts.layers * facts.kv_heads * facts.head_dim * target.dtype.itemsize
+    free = free_memory(target.device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{rows} answers at a time, of {total} tokens with their prompts, need {needed / 1e9:.1f} GB for keys and "
+            f"values, {free / 1e9:.1f} GB are free: lower max_rows, max_prompt or max_answer"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken where the model runs; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def service_of(cfg: ServeConfig, served: Served, key: str | None) -> Service:

@@ -2,8 +2,8 @@
 
     results = generate(target, prompts, SamplingParams(max_new_tokens=64), drafter, DecodeConfig(k=4))
 
-The loop itself is the engine's (engine.py); here its requests come in closed batches of `max_rows`: a row that is done
-stays where it is until its batch ends, and nothing of it reaches the others, so every pass of a batch has the same rows.
+The loop itself is the engine's (engine.py); here its requests come in closed batches of `max_rows`. A row that is done is
+computed no more and reaches nobody; with `fixed_width` it stays, so that every pass of a batch has the same rows.
 Which rules of acceptance keep the target's distribution is listed in inference/README.md. Tests:
 tests/test_speculate.py, tests/test_sampling.py; benchmark: tests/bench/lossless.py.
 """

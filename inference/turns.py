@@ -23,7 +23,9 @@ class Turns:
     def __init__(self, denoiser: Denoiser, decode: DiffuseConfig) -> None:
         self.denoiser, self.decode = denoiser, fit(denoiser, decode)
         self.rows = decode.max_rows
-        self.clear()
+        self.waiting: list[Request] = []
+        self.requests: list[Request] = []
+        self.batch: Any = None
 
     def refuse(self, params: SamplingParams) -> None:
         """ValueError, which names the field, for what a denoiser cannot tell."""
@@ -43,11 +45,11 @@ class Turns:
         if request.stop_reason is None:
             request.stop_reason = "cancelled"
 
-    def clear(self) -> None:
-        """Forget all requests."""
-        self.waiting: list[Request] = []
-        self.requests: list[Request] = []
-        self.batch: Any = None
+    def clear(self) -> list[Request]:
+        """After a pass that failed: forget the batch, and give those of its requests that were not done."""
+        failed = [r for r in self.requests if r.stop_reason is None]
+        self.requests, self.batch = [], None
+        return failed
 
     @property
     def running(self) -> int:

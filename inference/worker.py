@@ -133,6 +133,12 @@ class Worker:
         for job in list({id(job): job for job in self._jobs.values()}.values()):
             self.cancel(job, fault)
 
+    def _fail(self, requests: Sequence[Request], fault: ApiError) -> None:
+        """Give up the jobs of some requests."""
+        for request in requests:
+            if (job := self._jobs.get(request.row)) is not None:
+                self.cancel(job, fault)
+
     def stop(self) -> None:
         """End the thread after its step."""
         self._inbox.put(("stop", ()))
@@ -163,19 +169,26 @@ class Worker:
 
     def _run(self) -> None:
         assert self._loop is not None
+        try:
+            self._work(self._loop)
+        except Exception:  # not even forgetting works: the engine is lost, and so is the thread
+            traceback.print_exc(file=sys.stderr)
+            self._loop.call_soon_threadsafe(self.cancel_all, ApiError(503, "the model broke down", code="broken"))
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Step after step, until `stop`."""
         while self._take():
             if not self.engine.busy:
                 continue
             try:
                 events = self.engine.step()
-            except Exception:  # the requests at hand fail, the server goes on
+            except Exception:  # the requests at hand fail; those that wait, and the server, go on
                 traceback.print_exc(file=sys.stderr)
                 fault = ApiError(500, "the model failed on this batch of requests", code="model_failed")
-                self._loop.call_soon_threadsafe(self.cancel_all, fault)
-                self.engine.clear()
+                loop.call_soon_threadsafe(self._fail, self.engine.clear(), fault)
                 continue
             if events:
-                self._loop.call_soon_threadsafe(self._deliver, events)
+                loop.call_soon_threadsafe(self._deliver, events)
 
     def _take(self) -> bool:
         """Read the inbox, waiting where there is nothing else to do; False = stop."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.rng import draw as draw
 
 _NEVER = float("-inf")
+BLOCK = 256  # columns whose maximum is one vectorised reduction; widths of vocabularies are multiples as a rule
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,13 @@ def top(logits_RV: Tensor, rows: ParamRows, history: History | None = None, ids_
 
 
 def _first_top(x_RV: Tensor) -> Tensor:
-    """argmax; PyTorch's is several times slower in 16 bits than after widening, which is exact."""
+    """argmax; PyTorch's is several times slower in 16 bits than after widening, which is exact, and that slower than a
+    vectorised maximum per block, whose first best block is then looked into."""
+    if x_RV.dtype in (torch.bfloat16, torch.float16) and x_RV.device.type == "cpu" and x_RV.shape[-1] % BLOCK == 0:
+        x_RJX = x_RV.unflatten(-1, (-1, BLOCK))
+        block_R1 = x_RJX.amax(-1).float().argmax(-1, keepdim=True)
+        best_RX = x_RJX.take_along_dim(block_R1[..., None], -2).squeeze(-2)
+        return block_R1.squeeze(-1) * BLOCK + best_RX.float().argmax(-1)
     return (x_RV.float() if x_RV.dtype in (torch.bfloat16, torch.float16) else x_RV).argmax(-1)
 
 

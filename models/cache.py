@@ -7,8 +7,9 @@ by the next pass. There is no padding to shuffle when rows accept different numb
 
 What a query may see is always said by a mask (`mask`): committed slots, plus the tail tokens that the caller names.
 Slots that no mask shows are still *read* by attention, with weight 0, as far as the longest row reaches; so they must
-hold finite numbers (0 * NaN is NaN). They do: memory starts as zeros, `update` writes what the model computed, and
-`reset` zeroes the rows that it frees. Slots beyond the longest row are not read.
+hold finite numbers (0 * NaN is NaN). They do: memory starts as zeros, `update` writes what the model computed, and rows
+that `reset` or `arrange` frees are zeroed as far as they were written, so that one whose model said NaN leaves nothing to
+the next. Slots beyond the longest row are not read.
 
 A pass may show some of its tokens a *prefix* (`prefix_kv`): keys and values that belong to no token, one set per
 layer, which stand behind the pass's own tokens and are gone with it, as everything uncommitted is.
@@ -67,12 +68,13 @@ class Cache(HFCache):
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, slots, dtype=torch.int64, device=device),
         )
+        self._written = [0] * rows  # slots of each row of the memory that may hold something
         self._use(rows)
         # Of the pass in hand: slots read; where its new tokens start and end, if at the same slot in all rows.
         self._used = self._end = 0
         self._first: int | None = None
         self._offset = self._until = 0
-        self._write_B1T1 = self._prefix_B1P1 = torch.zeros(0)
+        self._write_BT = self._prefix_BP = self._rows_B1 = torch.zeros(0)
         self._prefix: Tensor | None = None
         self._new_BT = torch.zeros(0)
         self._slots_S = torch.arange(slots, device=device)
@@ -102,8 +104,10 @@ class Cache(HFCache):
         self._offset, self._new_BT, self._prefix = offset, positions_BT, prefix_kv
         if self.reach is not None:
             self._used, self._first = self.reach, None
+            self._written[:b] = [self.slots] * b
         else:
             lengths = self.lengths_B.tolist()
+            self._written[:b] = [max(w, n + offset + t + p) for w, n in zip(self._written, lengths, strict=False)]
             longest = max(lengths)
             end = longest + offset + t + p
             if end > self.slots:
@@ -121,7 +125,8 @@ class Cache(HFCache):
         else:
             write_BT = self.lengths_B[:, None] + offset + self._slots_S[: t + p]
             self.positions_BS.scatter_(1, write_BT, positions_BT)
-            self._write_B1T1, self._prefix_B1P1 = write_BT[:, None, :, None].split([t, p], dim=2)
+            self._write_BT, self._prefix_BP = write_BT.split([t, p], dim=1)
+            self._rows_B1 = torch.arange(b, device=write_BT.device)[:, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -135,14 +140,12 @@ class Cache(HFCache):
             if self._prefix is not None:
                 k_BHSD[:, :, self._until : self._end], v_BHSD[:, :, self._until : self._end] = self._prefix[layer_idx]
         else:
-            index_BHTD = self._write_B1T1.expand_as(key_states)
-            k_BHSD.scatter_(2, index_BHTD, key_states)
-            v_BHSD.scatter_(2, index_BHTD, value_states)
+            # Not `scatter_`, which copies all slots.
+            for held_BHSD, new_BHTD in ((k_BHSD, key_states), (v_BHSD, value_states)):
+                held_BHSD.transpose(1, 2).index_put_((self._rows_B1, self._write_BT), new_BHTD.transpose(1, 2))
             if self._prefix is not None:
-                prefix_2BHPD = self._prefix[layer_idx][:, None].expand(-1, self.rows, -1, -1, -1)
-                index_BHPD = self._prefix_B1P1.expand_as(prefix_2BHPD[0])
-                k_BHSD.scatter_(2, index_BHPD, prefix_2BHPD[0])
-                v_BHSD.scatter_(2, index_BHPD, prefix_2BHPD[1])
+                for held_BHSD, prefix_HPD in zip((k_BHSD, v_BHSD), self._prefix[layer_idx], strict=True):
+                    held_BHSD.transpose(1, 2).index_put_((self._rows_B1, self._prefix_BP), prefix_HPD.transpose(0, 1))
         return k_BHSD[:, :, : self._used], v_BHSD[:, :, : self._used]
 
     def open(self) -> tuple[Callable[[int, Tensor], object], Sequence[Tensor], Sequence[Tensor]]:
@@ -156,13 +159,14 @@ class Cache(HFCache):
             def write(layer: int, new_2BHTd: Tensor) -> None:
                 new_L[layer].copy_(new_2BHTd)
         else:
-            kv_L, index_B1T1 = self.kv.unbind(0), self._write_B1T1
+            kv_LBS2Hd = self.kv.permute(0, 2, 4, 1, 3, 5).unbind(0)
+            places = self._rows_B1, self._write_BT
             if self._prefix is not None:
-                prefix_L2BHPd = self._prefix[:, :, None].expand(-1, -1, self.rows, -1, -1, -1)
-                self.kv.scatter_(4, self._prefix_B1P1.expand_as(prefix_L2BHPd), prefix_L2BHPd)
+                for held_BS2Hd, prefix_2HPd in zip(kv_LBS2Hd, self._prefix, strict=True):
+                    held_BS2Hd.index_put_((self._rows_B1, self._prefix_BP), prefix_2HPd.permute(2, 0, 1, 3))
 
             def write(layer: int, new_2BHTd: Tensor) -> None:
-                kv_L[layer].scatter_(3, index_B1T1.expand_as(new_2BHTd), new_2BHTd)
+                kv_LBS2Hd[layer].index_put_(places, new_2BHTd.permute(1, 3, 0, 2, 4))
 
         used = self.kv[..., : self._used, :]
         return write, used[:, 0].unbind(0), used[:, 1].unbind(0)
@@ -214,6 +218,14 @@ class Cache(HFCache):
         self.lengths_B[index] = 0
         self.positions_BS[index] = 0
         self.kv[:, :, index] = 0
+        for row in index.tolist():
+            self._written[row] = 0
+
+    def _wipe(self, row: int, first: int) -> None:
+        """Zero what a row of the memory holds from slot `first` on."""
+        if self._written[row] > first:
+            self._memory[0][:, :, row, :, first : self._written[row]] = 0
+        self._written[row] = first
 
     def _use(self, rows: int) -> None:
         kv, lengths_B, positions_BS = self._memory
@@ -234,6 +246,9 @@ class Cache(HFCache):
                 self.kv[:, :, to, :, :n] = self.kv[:, :, row, :, :n]
                 self.positions_BS[to, :n] = self.positions_BS[row, :n]
                 self.lengths_B[to] = n
+                self._wipe(to, n)
+        for row in range(len(rows), len(rows) + grown):
+            self._wipe(row, 0)
         self._use(len(rows) + grown)
         self.lengths_B[len(rows) :] = 0
 
@@ -242,6 +257,7 @@ class Cache(HFCache):
         b, longest = other.rows, int(other.lengths_B.max())
         self.kv[:, :, first : first + b, :, :longest] = other.kv[:, :, :, :, :longest]
         self.positions_BS[first : first + b, :longest] = other.positions_BS[:, :longest]
+        self._written[first : first + b] = [max(w, longest) for w in self._written[first : first + b]]
         self.lengths_B[first : first + b] = other.lengths_B
 
     def fill(self, row: int, kv_L2HTd: Tensor) -> None:
@@ -249,6 +265,7 @@ class Cache(HFCache):
         t = kv_L2HTd.shape[3]
         self.kv[:, :, row, :, :t] = kv_L2HTd
         self.positions_BS[row, :t] = self._slots_S[:t]
+        self._written[row] = max(self._written[row], t)
         self.lengths_B[row] = t
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

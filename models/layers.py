@@ -49,9 +49,10 @@ class Together:
         self.product: Product | None = None
 
     @property
-    def learns(self) -> bool:
-        """Whether the layers have to be called themselves: they learn, or gradients are wanted."""
-        return torch.is_grad_enabled() or any(layer.weight.requires_grad for layer in self.layers)
+    def apart(self) -> bool:
+        """Whether the layers have to be called themselves: they learn, gradients are wanted, or autocast picks types."""
+        learns = any(layer.weight.requires_grad for layer in self.layers)
+        return learns or torch.is_grad_enabled() or torch.is_autocast_enabled(self.layers[0].weight.device.type)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of out]."""
@@ -80,7 +81,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return super().forward(x) if self.alone.learns else self.alone(x)
+        return super().forward(x) if self.alone.apart else self.alone(x)
 
 
 def rotary_settings(facts: TargetFacts) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """`queries` and `keys_values` of one input."""
-        if self.qkv.learns or self.q_norm is not None:
+        if self.qkv.apart or self.q_norm is not None:
             return self.queries(x, angles), *self.keys_values(x, angles)
         h, g = self.heads, self.kv_heads
         heads = self.qkv(x).unflatten(-1, (h + 2 * g, self.head_dim))
@@ -210,7 +211,7 @@ class MLP(nn.Module):
         self.gate_up = Together([self.gate_proj, self.up_proj])
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.gate_up.learns:
+        if not self.gate_up.apart:
             gate, up = self.gate_up(x).chunk(2, -1)
             return self.down_proj(self.act(gate).mul_(up))
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))

@@ -13,6 +13,9 @@ In bf16 on a CPU the weights are packed: oneDNN keeps a copy in the order its ke
 ones. A projection that has hooks (dual view) or an adapter that is on (LoRA) is called as the module it is, in its
 place, so that methods inside the target run on both paths.
 
+A weight that was replaced, moved or written to is read anew before the next pass. Writes through `param.data` are counted
+by nobody: they are looked for when a cache is made (`look`), which finds them where they change a weight as a whole.
+
 Rows are bit-identical at equal width and equally many keys, whatever their neighbours (tests/bench/rows.py).
 Test: pytest tests/test_lean.py
 """
@@ -120,6 +123,12 @@ def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product | None
 def mark(tensor: Tensor) -> tuple[int, int]:
     """Tells whether a tensor is where and what it was: moved or written to, it has another mark."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+def some_of(weight: Tensor) -> Tensor:
+    """A few numbers of a weight, in fp32."""
+    flat = weight.reshape(-1)
+    return flat[:: max(1, len(flat) // 4)].float()
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -230,8 +239,24 @@ class LeanRunner:
         self._watched: list[tuple[dict[str, Any], str]] = []
         self._marks: list[tuple[int, int]] = []
         self._changed = False
+        self._seen = torch.zeros(0)
         activation = cast(Any, parts.layers[0]).mlp.act_fn
         self._activation = silu if self.facts.activation in ("silu", "swish") else activation
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the operands, which are made anew where the copy runs; some cannot be stored."""
+        return vars(self) | {"_layers": [], "_modules": [], "_watched": [], "_marks": [], "_seen": torch.zeros(0)}
+
+    def look(self) -> None:
+        """Make the operands anew before the next pass if some numbers of a weight, four of each, are not what they were."""
+        if self._watched and not torch.equal(self._seen, self._some()):
+            self._modules = []
+
+    def _some(self) -> Tensor:
+        weights = [own[name].detach() for own, name in self._watched if own[name] is not None]
+        with torch.inference_mode(False):
+            some = [some_of(w) for w in weights if w.device.type == "cpu"]
+            return torch.cat(some) if some else torch.zeros(0)
 
     def _refresh(self) -> None:
         """Make the operands anew if a module or weight was replaced, moved or written to; note what is added to which."""
@@ -280,6 +305,7 @@ class LeanRunner:
         owned = [_base(module)._parameters for module in fused]  # where a weight stands: another may take its place
         self._watched = [(own, name) for own in owned for name, w in own.items() if w is not None]
         self._marks = self._marked()
+        self._seen = self._some()
 
     def hooked_elsewhere(self) -> bool:
         """Whether something listens to modules that this path does not call."""

@@ -35,7 +35,7 @@ from transformers.utils import cached_file, logging
 from .cache import Cache, PrefixCache
 from .drafter import Batch, TargetFacts, TargetOut
 from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
-from .lean import LeanRunner, Product, Runner, mark, packed_product, why_not_lean
+from .lean import LeanRunner, Product, Runner, mark, packed_product, some_of, why_not_lean
 from .quantize import Quantize, Quantized, check_quantize, quantization_config
 
 DTYPES = {
@@ -102,6 +102,7 @@ class Target(nn.Module):
         self._cache_argument = _cache_argument(parts.decoder)
         self._head_rows: tuple[Tensor, object, Tensor, Tensor | None, Product | None] | None = None
         self._head_product: tuple[tuple[int, int], Product | None] | None = None
+        self._head_seen = torch.zeros(0)
         self.not_lean = "its weights are rounded" if quantized is not None else why_not_lean(model, parts)
         self._lean = [LeanRunner(model, parts)] if self.not_lean is None else []
         self.choose_runner(runner)
@@ -124,6 +125,10 @@ class Target(nn.Module):
     def train(self, mode: bool = True) -> Target:
         """A frozen target stays in evaluation mode (no dropout), whatever module it is a part of."""
         return super().train(False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without copies of the head's rows, which are made anew where they are needed; some cannot be stored."""
+        return vars(self) | {"_head_product": None, "_head_rows": None}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -288,6 +293,12 @@ class Target(nn.Module):
         """An empty cache for `rows` sequences of at most `slots` tokens (drafted, rejected ones included). `read_all`:
         see `Cache`; for decoding loops whose logits must agree bit by bit."""
         facts = self.facts
+        if self._lean:
+            self._lean[0].look()
+            if self.device.type == "cpu":
+                seen, self._head_seen = self._head_seen, some_of(self.head_weight.detach())
+                if not torch.equal(seen, self._head_seen):
+                    self._head_product = self._head_rows = None
         return Cache(rows, slots, facts.layers, facts.kv_heads, facts.head_dim, self.dtype, self.device, read_all)
 
     def check_taps(self, taps: Sequence[int]) -> Sequence[int]:

@@ -73,6 +73,17 @@ def test_the_window_of_large_logits_changes_nothing(params: SamplingParams) -> N
         assert torch.equal(_truncate(x_RV, rows, window), full)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_first_of_equals_is_taken_in_blocks_too(dtype: torch.dtype) -> None:
+    """Few values, so that ties lie within blocks and across; a NaN counts as the largest, as in argmax."""
+    x_RV = torch.randint(0, 6, (40, 1024), generator=torch.Generator().manual_seed(0)).to(dtype)
+    x_RV[3, 700], x_RV[4] = math.nan, -math.inf
+    params = ParamRows.pack([SamplingParams()] * 40)
+    for tokens in (1024, 512, 1000):
+        want_R = x_RV[:, :tokens].float().argmax(-1)
+        assert torch.equal(top(x_RV, params, History(tokens)), want_R)
+
+
 def test_ties_rank_by_index() -> None:
     flat = torch.zeros(1, 6)
     assert probs(flat, SamplingParams()).tolist() == [[1, 0, 0, 0, 0, 0]]

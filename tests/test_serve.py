@@ -1,5 +1,5 @@
 """The server, asked over the loopback interface: answers equal to `generate`'s whoever else is served, streams, limits,
-clients who leave, refusals by name, the key, the graceful stop."""
+clients who leave, refusals by name, the key, the graceful stop (CASES B43, B44; PROMISES 22)."""
 
 import json
 import os
@@ -294,6 +294,10 @@ def test_bodies_that_are_no_request(client: httpx.Client, live: Any, monkeypatch
     for raw in (b"", b"{", b"[1]", b"\xff", b'{"model": NaN}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"):
         reply = client.post("/v1/completions", content=raw, headers=kind)
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json"), raw[:20]
+    for raw in (b"1e999", b"-1e999"):  # numbers in JSON, and infinite (CASES B44)
+        raw = b'{"model": "tiny", "prompt": "x", "temperature": ' + raw + b"}"
+        reply = client.post("/v1/completions", content=raw, headers=kind)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "temperature")
     reply = client.post("/v1/completions", content=b"x" * 1_100_000, headers=kind)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "too_large")
     chunked = client.post("/v1/completions", content=(b"x" * 100_000 for _ in range(11)), headers=kind)
@@ -356,6 +360,19 @@ def test_clients_who_leave_free_their_rows_and_too_many_are_refused(made: Assemb
         assert complete(client, "x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
 
 
+def test_a_model_that_broke_down_leaves_nobody_waiting(made: Assembled, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a fault of the model")
+
+    with running(made, slow=0.05) as (client, server):
+        server.service.worker.engine._decode = server.service.worker.engine.clear = broken
+        reply = client.post("/v1/completions", json=OK)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "broken")
+        until(lambda: client.get("/health").json() == {"status": "failed"})
+        assert client.post("/v1/completions", json=OK).status_code == 503
+    assert "a fault of the model" in capsys.readouterr().err
+
+
 def test_a_request_has_its_time(made: Assembled) -> None:
     with running(made, slow=0.05, timeout=0.4) as (client, server):
         reply = client.post("/v1/completions", json=OK | {"max_tokens": 90, "ignore_eos": True})
@@ -363,19 +380,59 @@ def test_a_request_has_its_time(made: Assembled) -> None:
         until(lambda: server.service.worker.engine.running == 0)
 
 
-def test_a_failing_step_fails_its_requests_alone(made: Assembled, capsys: pytest.CaptureFixture[str]) -> None:
-    with running(made) as (client, server):
-        step, faults = server.service.worker.engine._decode, [RuntimeError("a fault of the model")]
+@pytest.mark.parametrize("part", ["_decode", "_enter"])
+def test_a_failing_step_fails_its_requests_alone(
+    part: str, made: Assembled, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that run, or are let in: who waits for a row is answered, as if nothing had been."""
+    want = offline(made, "abc", max_new_tokens=9).text
+    with running(made, slow=0.05) as (client, server):
+        worker = server.service.worker
+        step, faults = getattr(worker.engine, part), [RuntimeError("a fault of the model")]
+
+        def broken(*args: Any) -> Any:
+            if faults and (part == "_enter" or worker.engine.waiting):
+                raise faults.pop()
+            return step(*args)
+
+        setattr(worker.engine, part, broken)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(
+                client.post, "/v1/completions", json=OK | {"n": 3, "max_tokens": 60, "ignore_eos": True}
+            )
+            until(lambda: worker.held == 3)
+            second = pool.submit(complete, client, "abc", temperature=0, max_tokens=9)
+            assert first.result().status_code == 500 and "fault of the model" not in first.result().text
+            assert second.result()["choices"][0]["text"] == want
+        until(lambda: worker.held == 0)
+        assert worker.counts.outcomes == {"done": 1, "cancelled": 0, "failed": 3, "refused": 0}
+        assert complete(client, "x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+    assert "a fault of the model" in capsys.readouterr().err
+
+
+def test_a_failing_pass_of_a_denoiser_fails_its_batch_alone(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    denoiser = denoiser_of(tiny(dtype=torch.float64), 4, 3, shift=True)
+    how = DiffuseConfig(max_rows=2)
+    ids = denoiser.tokenizer("abc").input_ids
+    want = diffuse(denoiser, [ids], SamplingParams(max_new_tokens=9), how)[0].text
+    with running(Served(denoiser, lambda _: Turns(denoiser, how), "by diffusion"), slow=0.05) as (client, server):
+        worker = server.service.worker
+        step, faults = worker.engine.step, [RuntimeError("a fault of the model")]
 
         def broken() -> Any:
-            if faults:
+            if faults and worker.engine.running and worker.engine.waiting:
                 raise faults.pop()
             return step()
 
-        server.service.worker.engine._decode = broken
-        reply = client.post("/v1/completions", json=OK)
-        assert reply.status_code == 500 and "fault of the model" not in reply.text
-        assert complete(client, "x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+        worker.engine.step = broken
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(
+                client.post, "/v1/completions", json=OK | {"n": 2, "max_tokens": 60, "ignore_eos": True}
+            )
+            until(lambda: worker.held == 2)
+            second = pool.submit(complete, client, "abc", temperature=0, max_tokens=9)
+            assert first.result().status_code == 500
+            assert second.result()["choices"][0]["text"] == want
     assert "a fault of the model" in capsys.readouterr().err
 
 
