@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.inference.load import free_drafter
 from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate, stream
 from draftsmith.inference.trees import TREES, fits
 from draftsmith.losses.probs import SamplingParams
@@ -445,7 +446,7 @@ def test_fixed_width_of_every_method(tiny: Callable[..., Any], dtype: torch.dtyp
         assert ids_of(got) == ids_of(plain), method
         assert all(torch.equal(a.logits, b.logits) for a, b in zip(got, plain, strict=True)), method
     for method in TRAINING_FREE:
-        free = TRAINING_FREE[method](TRAINING_FREE[method].Config(), real.facts)
+        free = free_drafter(method, real)
         width = max(20, chain_width(free, decode) or 0)
         ways = (generate(real, prompts, params, x, replace(decode, fixed_width=width)) for x in (None, free))
         for want, ours in zip(*ways, strict=True):

@@ -12,7 +12,7 @@
 3. Trees have no fixed width: greedy answers may part from plain decoding where rounding decides a near-tie, and nowhere
    else (`inference/ties.py`: a first difference counts as wrong unless the top-2 logit gap of plain decoding is below 4 x
    what passes of one row and wide ones differ by, on the same text; what follows it is not compared). Tiny fp32 with every
-   tree, the real target in bf16 with static and dynamic ones. Bar: no unexcused difference; the excused are counted.
+   tree, tiny bf16 and the real target in bf16 with static and dynamic ones. Bar: no unexcused difference; the excused are counted.
 
     python tests/bench/lossless.py                          # hours on two cores; resumes where it stopped
     python tests/bench/lossless.py --parts 2                # fixed width alone
@@ -136,8 +136,10 @@ def fresh(method: str, target: Target) -> Any:
         return free_drafter("jacobi", target, FreeSettings(jacobi=JacobiConfig(block=int(block), window=window)))  # type: ignore[arg-type]
     if method in TRAINING_FREE:
         return free_drafter(method, target)
+    method, *variant = method.split()
     torch.manual_seed(0)
-    drafter = METHODS[method](METHODS[method].Config(), target.facts)
+    options = {"variant": variant[0]} if variant else {}
+    drafter = METHODS[method](METHODS[method].Config(**options), target.facts)
     drafter.init_from_target(target)
     return drafter.to(target.dtype).eval()
 
@@ -167,7 +169,7 @@ def drafter_for(name: str, target: Target, prompts: list[list[int]], want: list[
     """By method, folder, or the look-up of these answers."""
     if name == "look-up":
         return LookUp(prompts, [ids for ids, _ in want], target.facts.tokens)
-    ours = name in METHODS or name in TRAINING_FREE or name.startswith("jacobi ")
+    ours = name.split()[0] in METHODS or name.split()[0] in TRAINING_FREE
     return fresh(name, target) if ours else load_drafter(name, target)
 
 
@@ -289,7 +291,7 @@ def bits_fixed_width(kept: Kept, bed: Bed, models: list[str], drafters: list[str
     trained = {model: read_export_config(model)["draftsmith"]["method"] for model in models}
     everyone = [*models, *(name for name in drafters if name not in trained.values())]
     cells = [
-        (k, batch, f"jacobi {k}" if drafter == "jacobi" else drafter)
+        (k, batch, {"jacobi": f"jacobi {k}", "prompt_tokens": "prompt_tokens pass"}.get(drafter, drafter))
         for batch in bed.batches
         for k in (2, 4)
         for drafter in everyone
@@ -396,8 +398,8 @@ def main() -> None:
         second += bits_fixed_width(kept, bed, models if name == "real" else [], args.only)
         bed.plain.clear()
     for name, bed in beds.items() if 3 in args.parts else ():
-        if name in ("float32 lean", "real"):
-            trees = [tree for tree in args.trees if name != "real" or tree in ("static", "dynamic")]
+        if not name.endswith("hf"):
+            trees = [tree for tree in args.trees if name == "float32 lean" or tree in ("static", "dynamic")]
             third += trees_near_ties(kept, bed, args.only, trees)
 
     columns = ["target", "drafter", "tree", "batch", "prompts", "tokens", "accepted", "verifies"]
