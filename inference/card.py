@@ -146,6 +146,7 @@ def render_card(folder: Path, draft: str = "PATH_OR_ID_OF_THIS_FOLDER") -> str:
         k = (ours.get("estimated") or {}).get("k") or ours.get("depths") or 3
         facts |= {
             "rows": (report or {}).get("rows", []),
+            "runner": (report or {}).get("run", {}).get("runner"),
             "k": k,
             "form": exporter.form,
             "loads": exporter.loads,

@@ -57,6 +57,7 @@ from .load import PLAIN_MODEL, class_of, free_drafter, is_free, load_drafter, re
 from .report import html, pieces, print_report, visible
 from .speculate import DecodeConfig, Result, chain_width, generate, refuse_rule
 from .suites import SUITES, Prompt, load_suite
+from .ties import parting, pass_rows
 from .trees import TREES, fits
 from .tuned import cpu_name, refuses_tuned, stored_shape, use_threads
 from .verify import VERIFIERS, refuse_misfit
@@ -479,6 +480,7 @@ def to_sample(result: Result, arm: str, seconds: float) -> Sample:
         split=stats.seconds,
         drafted_ids=result.from_draft,
         rule=stats.rule,
+        step=stats.step,
     )
 
 
@@ -602,6 +604,7 @@ def _row(
         "width": arm.decode.fixed_width if arm.kind == "width" else None,
         "temperature": arm.temperature,
         "dtype": cfg.dtype,
+        "step": None if arm.kind == "hf" else ", ".join(sorted({s.step for s in samples})),
         "prompts": len({s.prompt for s in samples}),
         "answers": len(samples),
         "tokens": sum(len(s.ids) for s in samples),
@@ -663,57 +666,19 @@ def _identity(
     if arm.kind == "draft":
         unpadded = {(s.prompt, s.turn): s.ids for s in plain}
         compared = [s for s in samples if s.ids != unpadded[s.prompt, s.turn]]
+        rows = pass_rows(target, drafters.get(arm.drafter or ""), arm.decode)
         found["differ_from_unpadded"] = len(compared)
         for sample in compared if lossless and not padded else compared[:SHOWN_DIVERGENCES]:
             key = sample.prompt, sample.turn
-            other = divergence(target, drafters, arm, _params(cfg, arm), questions[key], unpadded[key], sample.ids)
-            found["divergences"].append({"prompt": sample.prompt, **other})
+            other = parting(target, questions[key], unpadded[key], sample.ids, rows)
+            assert other is not None
+            found["divergences"].append({"prompt": sample.prompt, **other.row()})
         if lossless and padded and differing:
             found["red"] = f"{len(differing)} of {len(pairs)} answers differ from plain decoding at the same width"
         elif lossless and not all(other["excused"] for other in found["divergences"]):
             wrong = sum(not other["excused"] for other in found["divergences"])
             found["red"] = f"{wrong} of {len(samples)} answers differ from plain decoding without a near-tie"
     return found
-
-
-def divergence(
-    target: Target,
-    drafters: dict[str, Any],
-    arm: Arm,
-    params: SamplingParams,
-    prompt: list[int],
-    reference: list[int],
-    other: list[int],
-) -> Row:
-    """Where the greedy answers of plain decoding (`reference`) and of `arm` (`other`) part, and whether low bits say why.
-
-    Both run again up to that token, with the logits that they choose from. The difference is excused when the top-2
-    logit gap of plain decoding is below 4 x the largest difference of the two ways' logits there.
-
-    Returns:
-        {"position", "reference", "other" (ids; None = ended), "gap", "width_difference", "excused"}.
-    """
-    n = min(len(reference), len(other))
-    position = next((i for i in range(n) if reference[i] != other[i]), n)
-    short = replace(params, max_new_tokens=position + 1)
-    drafter = drafters[arm.drafter] if arm.drafter else None
-    ways = ((None, DecodeConfig(keep_logits=True)), (drafter, replace(arm.decode, keep_logits=True)))
-    rows_V = []
-    for head, decode in ways:
-        (result,) = generate(target, [prompt], short, drafter=head, decode=decode)
-        assert result.logits is not None
-        rows_V.append(result.logits[position].double())
-    narrow_V, wide_V = rows_V
-    top = narrow_V.topk(2).values
-    gap, difference = float(top[0] - top[1]), float((narrow_V - wide_V).abs().max())
-    return {
-        "position": position,
-        "reference": reference[position] if position < len(reference) else None,
-        "other": other[position] if position < len(other) else None,
-        "gap": gap,
-        "width_difference": difference,
-        "excused": gap < 4 * difference,
-    }
 
 
 def _flags(drafts: Sequence[Row]) -> list[str]:
@@ -792,7 +757,7 @@ def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Promp
         "dtype": cfg.dtype,
         "target": target.facts.name,
         "target_revision": target.facts.revision,
-        "runner": target.runner,
+        "runner": target.path,
         "k": list(cfg.k),
         "trees": list(cfg.trees),
         "nodes": cfg.nodes,

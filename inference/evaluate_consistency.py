@@ -33,11 +33,12 @@ from .consistency_figures import Convergence, answer_losses, convergence_figure,
 from .consistency_folder import branches, jacobi_of, load_consistency, refuse_idle_branches, settings_line
 from .denoisers import Stored, load_base
 from .diffusion_figures import Decoded, retention
-from .evaluate import Arm, EvaluateConfig, divergence, label_of, machine, to_sample, write_report
+from .evaluate import EvaluateConfig, label_of, machine, to_sample, write_report
 from .figures import Bootstrap, Row, Sample, by_prompt, rate, ratio, speed
 from .report import identity_lines, number, plot_speed, svg, visible, with_interval
 from .speculate import DecodeConfig, generate, refuse_tree
 from .suites import SUITES, Prompt, load_suite
+from .ties import parting, pass_rows
 
 MOST_RISE = 0.10  # nats per token that cross-entropy may rise by: beyond, a gain in speed was paid for in quality
 MOST_REPEATED = 0.05  # share of all 4-grams that may repeat earlier ones beyond the base's: likewise
@@ -167,7 +168,7 @@ def evaluate_consistency(
     rows = []
     for way, own in zip(ways, (first, first, second, second), strict=True):
         row = row_of(way, samples[way.name], first, own, bootstrap)
-        rows.append(row | identity(way, samples[way.name], own, ids, params, decode, base.dtype.itemsize == 8))
+        rows.append(row | identity(way, samples[way.name], own, ids, decode, base.dtype.itemsize == 8))
         if rows[-1]["red"]:
             for name in ("tokens_per_second", "ratio_to_plain", "ratio_to_own"):
                 rows[-1][name] = rows[-1][f"{name}_interval"] = None
@@ -181,7 +182,7 @@ def evaluate_consistency(
             "dtype": str(base.dtype).removeprefix("torch."),
             "target": base.facts.name,
             "target_revision": base.facts.revision,
-            "runner": base.runner,
+            "runner": base.path,
             "jacobi": asdict(settings),
             "jacobi_line": settings_line(settings, branches(decode)),
             "base_jacobi": asdict(untrained),
@@ -276,22 +277,19 @@ def identity(
     samples: Sequence[Sample],
     plain: Sequence[Sample],
     ids: Sequence[list[int]],
-    params: SamplingParams,
     decode: DecodeConfig,
     exact: bool,
 ) -> Row:
     """Jacobi's answers against plain decoding of the same model: how many are equal, and of the others where they part and
     with which gap of the logits. `red`: why that is not right: any difference where `exact` (float64), else one without
-    a near-tie (`evaluate.divergence`)."""
+    a near-tie (ties.py)."""
     found: Row = {"identical": len(samples), "differ_from_unpadded": 0, "divergences": [], "red": None}
     if way.jacobi is None:
         return found
-    arm, drafters = Arm(way.name, "draft", 0.0, decode, Jacobi.method), {Jacobi.method: way.jacobi}
-    way.jacobi.record = False
+    rows = pass_rows(way.target, way.jacobi, decode)
     for sample, reference, prompt in zip(samples, plain, ids, strict=True):
-        if sample.ids != reference.ids:
-            other = divergence(way.target, drafters, arm, params, prompt, reference.ids, sample.ids)
-            found["divergences"].append({"prompt": sample.prompt, **other})
+        if (other := parting(way.target, prompt, reference.ids, sample.ids, rows)) is not None:
+            found["divergences"].append({"prompt": sample.prompt, **other.row()})
     found["differ_from_unpadded"] = len(found["divergences"])
     found["identical"] -= found["differ_from_unpadded"]
     wrong = len(found["divergences"]) if exact else sum(not other["excused"] for other in found["divergences"])

@@ -67,6 +67,7 @@ class Sample:
     split: dict[str, float] = field(default_factory=dict)  # seconds: prefill, draft, verify, commit
     drafted_ids: list[bool] = field(default_factory=list)  # per id: did it come from the draft
     rule: str = "plain"  # the verifier that was used
+    step: str = "host"  # where steps ran
     right: bool | None = None  # for scored suites
 
     @property

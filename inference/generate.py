@@ -234,7 +234,7 @@ def respond(cfg: GenerateConfig, made: Assembled, sampling: SamplingParams) -> N
         )
     start = time.perf_counter()
     result = answer(target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
-    for line in [*about, *summary(result, time.perf_counter() - start, drafter, decode)]:
+    for line in [*about, *summary(result, time.perf_counter() - start, target, drafter, decode)]:
         console.print(visible(line), style="dim", soft_wrap=True)
 
 
@@ -323,7 +323,7 @@ def run_denoiser(cfg: GenerateConfig, stored: Stored) -> None:
         drafter.bind(denoiser.target)
         result = answer(denoiser.target, drafter, ids, sampling, decode, console, show=cfg.show, live=cfg.stream)
         lines = [
-            *summary(result, time.perf_counter() - start, drafter, decode),
+            *summary(result, time.perf_counter() - start, denoiser.target, drafter, decode),
             f"{drafter.forwards} passes that drafted",
         ]
     else:
@@ -475,8 +475,8 @@ def rule_line(rule: str, decode: DecodeConfig) -> str:
     return f"acceptance rule: {rule} ({'exact' if verifier.exact else 'not exact'}; {verifier.condition}){settings}"
 
 
-def summary(result: Result, seconds: float, drafter: Any, decode: DecodeConfig) -> Sequence[str]:
-    """Rule and statistics of one answer."""
+def summary(result: Result, seconds: float, target: Target, drafter: Any, decode: DecodeConfig) -> Sequence[str]:
+    """Rule and statistics of one answer, and which path ran."""
     stats: Stats = result.stats
     lines = [rule_line(stats.rule, decode)]
     rate = f"{len(result.ids) / seconds:.1f} tokens/s" if seconds else "no time"
@@ -490,8 +490,7 @@ def summary(result: Result, seconds: float, drafter: Any, decode: DecodeConfig) 
             f"{stats.verifies} verify passes, {stats.tau:.2f} tokens per pass (the target's own included), "
             f"{sum(result.from_draft)} tokens from the draft; accepted by depth: {accepted or 'none tried'}"
         )
-    if stats.step != "host":
-        lines.append(f"steps: {stats.step}")
+    lines.append(f"target run {target.path}, steps: {stats.step}")
     total = stats.seconds_total
     if total:
         lines.append("time: " + ", ".join(f"{stage} {part / total:.0%}" for stage, part in stats.seconds.items()))

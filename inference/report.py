@@ -62,9 +62,10 @@ def print_report(report: Row, console: Console) -> None:
 def rows_table(report: Row) -> Table:
     """One line per way of decoding. Speeds are absent where the losslessness check is red."""
     run = report["run"]
+    steps = ", ".join(sorted({row["step"] for row in report["rows"] if row["step"]}))
     title = (
         f"{run['suite']}: {run['prompts']} prompts, at most {run['max_new_tokens']} new tokens, {run['dtype']}, "
-        f"batch 1, target {run['target']}, run {run['runner']}"
+        f"batch 1, target {run['target']}, run {run['runner']}, steps: {steps}"
     )
     table = _table(title, "decoding", "tau [95 %]", "tok/s", "x plain", "x HF", "lossless", "identical")
     for row in report["rows"]:

@@ -145,6 +145,11 @@ class Target(nn.Module):
         """What decoding runs through: lean operators, or Hugging Face's modules."""
         return "lean" if self._lean and self._runner != "hf" else "hf"
 
+    @property
+    def path(self) -> str:
+        """`runner` for reports: with why it is not lean."""
+        return "lean" if self.runner == "lean" else f"hf ({self.not_lean or 'chosen'})"
+
     def choose_runner(self, runner: Runner) -> None:
         """Set `runner`; see the class. Raises ValueError for an unknown one, and for lean where it is not possible."""
         if runner not in ("auto", "lean", "hf"):

@@ -176,8 +176,8 @@ def test_answers_that_differ_are_red(folder: str) -> None:
         plain = [Sample("a", 0, "", "plain", result.ids, 1.0)]
         other = [replace(plain[0], ids=[*result.ids[:3], (result.ids[3] + 1) % 256])]
         way = Way("trained jacobi", target, jacobi_for(target, JacobiConfig(block=BLOCK)))
-        assert identity(way, plain, plain, [prompt], params, DecodeConfig(), exact)["red"] is None
-        found = identity(way, other, plain, [prompt], params, DecodeConfig(), exact)
+        assert identity(way, plain, plain, [prompt], DecodeConfig(), exact)["red"] is None
+        found = identity(way, other, plain, [prompt], DecodeConfig(), exact)
         assert found["identical"] == 0 and "1 of 1 answers differ from plain decoding" in found["red"]
         assert found["divergences"][0]["position"] == 3 and found["divergences"][0]["gap"] > 0
 

@@ -196,7 +196,7 @@ def test_the_command_end_to_end(target, drafter, monkeypatch, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert asked.target == "tiny" and "acceptance rule: greedy (exact; temperature 0)" in text
     assert "verify passes" in text and "tokens/s" in text and "accepted by depth" in text
-    assert "the drafter was trained on up to 8" in text
+    assert "the drafter was trained on up to 8" in text and "target run lean, steps: host" in text
     run_generate(GenerateConfig(prompt=PROMPT, target="tiny", max_new_tokens=8, dtype="float32"))
     assert "plain decoding (exact)" in capsys.readouterr().out
 

@@ -12,6 +12,8 @@ from test_speculate import Lookup
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draftsmith.inference.diffuse import diffuse
+from draftsmith.inference.self_draft import SelfDraft
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
@@ -208,22 +210,27 @@ def test_fixed_width_chains_have_the_same_bits(name: str, dtype: torch.dtype) ->
 
 
 def test_methods_inside_the_target() -> None:
-    """A dual view's hooks and prompt tokens with a prefix, drafting on both paths."""
+    """A dual view's hooks, prompt tokens with a prefix and as rows of the pass, drafting on both paths."""
     target = small(kv_heads=2)
     prompts = [ids_of(n, seed=n).tolist() for n in (7, 12)]
-    for name, options in (("dual_view", {"block": 3, "rank": 4}), ("prompt_tokens", {"prefix": 4})):
+    for name, options in (
+        ("dual_view", {"block": 3, "rank": 4}),
+        ("prompt_tokens", {"prefix": 4}),
+        ("prompt_tokens", {"variant": "pass"}),
+    ):
         torch.manual_seed(1)
         drafter: Any = METHODS[name](METHODS[name].Config(**options), target.facts, None)
         drafter.init_from_target(target)
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
-        results = []
+        results, decode = [], DecodeConfig(k=3, keep_logits=True)
         for runner in ("lean", "hf"):
             with run_by(target, runner):
-                results.append(generate(target, prompts, SamplingParams(max_new_tokens=12), drafter, DecodeConfig(k=3)))
+                results.append(generate(target, prompts, SamplingParams(max_new_tokens=12), drafter, decode))
         for ours, theirs in zip(*results, strict=True):
             assert ours.ids == theirs.ids and ours.stats.accepted == theirs.stats.accepted
+            close(ours.logits, theirs.logits)
         if name == "dual_view":
             with drafter.second_view():
                 same(target, lambda: [target.forward(ids_of(2, 6), torch.arange(6).expand(2, 6))])
@@ -270,6 +277,32 @@ def test_adapters_and_the_denoisers_on_them(dtype: torch.dtype) -> None:
         ]
 
     same(target, passes, 1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "tokens"])
+def test_block_diffusion_answers_are_the_same(kind: str) -> None:
+    """A denoiser's answers, pass by pass; and those that it drafts for the path of its base, which stay the base's."""
+    target = small(family="llama", kv_heads=2, vocab=300, tokens=280)
+    adapters = Adapters(AdapterConfig(rank=4), target)
+    torch.manual_seed(5)
+    for parameter in adapters.trained.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    prompts, params = [ids_of(n, seed=n).tolist() for n in (7, 12)], SamplingParams(max_new_tokens=12, ignore_eos=True)
+    plain, results = generate(target, prompts, params), []
+    for runner in ("lean", "hf"):
+        with run_by(target, runner):
+            denoiser = TargetDenoiser(
+                target, 4, adapters.needed_mask_id(), shift=True, token_causal=kind == "tokens", adapters=adapters
+            )
+            drafter = SelfDraft(denoiser)
+            drafter.bind(target)
+            decode = DecodeConfig(k=3, keep_logits=True)
+            results.append((diffuse(denoiser, prompts, params), generate(target, prompts, params, drafter, decode)))
+    for ours, theirs, want in zip(*(diffused for diffused, _ in results), plain, strict=True):
+        assert ours.ids == theirs.ids != want.ids and ours.passes == theirs.passes and ours.order == theirs.order
+    for ours, theirs, want in zip(*(drafted for _, drafted in results), plain, strict=True):
+        assert ours.ids == theirs.ids == want.ids and ours.stats.accepted == theirs.stats.accepted
+        close(ours.logits, theirs.logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -321,14 +354,15 @@ def test_what_does_not_run_lean_says_why() -> None:
     for family, why in (("gemma3_text", "type 'gemma3_text' is not one of llama"), ("phi3", "'phi3'")):
         target = small(family=family)
         assert target.runner == "hf" and target.not_lean is not None and why in target.not_lean
+        assert target.path == f"hf ({target.not_lean})"
         with pytest.raises(ValueError, match=f"cannot run lean: type '{family}' .*; use runner=auto"):
             target.choose_runner("lean")
     target = small()
-    assert target.runner == "lean" and target.not_lean is None
+    assert target.runner == target.path == "lean" and target.not_lean is None
     with pytest.raises(ValueError, match="runner 'fast': use one of auto, lean, hf"):
         target.choose_runner("fast")  # type: ignore[arg-type]
     target.choose_runner("hf")
-    assert target.runner == "hf"
+    assert target.runner == "hf" and target.path == "hf (chosen)"
 
 
 def test_gradients_and_foreign_hooks_take_the_modules() -> None:

@@ -138,6 +138,7 @@ def make_row(**change):
         "answers": 2,
         "differ_from_unpadded": 0,
         "divergences": [],
+        "step": "host",
         "red": None,
         "categories": {
             SCRIPT: {
@@ -174,7 +175,7 @@ def make_report(**change):
             "max_new_tokens": 8,
             "dtype": "float32",
             "target": "tiny",
-            "runner": "lean",
+            "runner": "hf (chosen)",
         },
         "rows": [plain, make_row()],
         "best": "eagle3 chain K=2",

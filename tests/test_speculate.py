@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.inference.load import free_drafter
 from draftsmith.inference.speculate import DecodeConfig, Result, chain_width, generate, stream
 from draftsmith.inference.trees import TREES, fits
 from draftsmith.losses.probs import SamplingParams
@@ -432,16 +433,24 @@ def test_fixed_width_chains_have_the_same_bits(tiny: Callable[..., Any], dtype: 
                 assert got.stats.tau > 1.3
 
 
-def test_fixed_width_of_every_method(tiny: Callable[..., Any]) -> None:
-    real = tiny(dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fixed_width_of_every_method(tiny: Callable[..., Any], dtype: torch.dtype) -> None:
+    real = tiny(dtype=dtype)
     prompts = prompts_of(4, real.facts.tokens, seed=4)
     decode = DecodeConfig(k=4, fixed_width=20, keep_logits=True)  # room for prompt rows on every node
-    plain = generate(real, prompts, SamplingParams(max_new_tokens=16), None, decode)
+    params = SamplingParams(max_new_tokens=16)
+    plain = generate(real, prompts, params, None, decode)
     for method in METHODS:
         options = {"variant": "pass"} if method == "prompt_tokens" else {}  # BiTA's prefix adds keys: refused
-        got = generate(real, prompts, SamplingParams(max_new_tokens=16), make(method, real, **options), decode)
+        got = generate(real, prompts, params, make(method, real, **options), decode)
         assert ids_of(got) == ids_of(plain), method
         assert all(torch.equal(a.logits, b.logits) for a, b in zip(got, plain, strict=True)), method
+    for method in TRAINING_FREE:
+        free = free_drafter(method, real)
+        width = max(20, chain_width(free, decode) or 0)
+        ways = (generate(real, prompts, params, x, replace(decode, fixed_width=width)) for x in (None, free))
+        for want, ours in zip(*ways, strict=True):
+            assert ours.ids == want.ids and torch.equal(ours.logits, want.logits), method
     for method, words in (("dual_view", "less than the 8 rows of the drafter's own"), ("prompt_tokens", "prefix adds")):
         with pytest.raises(ValueError, match=words):
             generate(
