@@ -487,15 +487,16 @@ def linear_loss(
     job = make_job("linear_loss", rows, width, terms, teacher, label_T, weight_T, temperature, match)
     if not rows:
         return no_rows(F.linear(hidden_TD, weight_WD[:1], None if bias_W is None else bias_W[:1])[:, 0])
-    grad = torch.is_grad_enabled()
+    grad, sides = torch.is_grad_enabled(), 1 + isinstance(teacher, FromHidden)
     wanted = tuple(grad and x is not None and x.requires_grad for x in (hidden_TD, weight_WD, bias_W))
-    job = replace(job, chunk=max(1, chunk or job_rows(rows, width, hidden_TD.device.type)), wanted=wanted)
+    job = replace(job, chunk=max(1, chunk or job_rows(rows, width, sides, hidden_TD.device.type)), wanted=wanted)
     with torch.autocast(hidden_TD.device.type, enabled=False):
         return LinearLoss(*_Linear.apply(hidden_TD, weight_WD, bias_W, weight_T, job))
 
 
-def job_rows(rows: int, width: int, device: str) -> int:
-    """Rows at a time: an eighth of all, or what 2**22 logits hold if that is more (products of matrices stay fast, and
-    sums of the head's gradient few); never more logits than 2**24 (CPU) or 2**26."""
-    most = 2**24 if device == "cpu" else 2**26
-    return max(8, min(max(rows // 8, 2**22 // width), most // width))
+def job_rows(rows: int, width: int, sides: int, device: str) -> int:
+    """Rows at a time: an eighth of all, or what 2**23 logits hold if that is more (products of matrices stay fast, and
+    sums of the head's gradient few); never more logits than 2**25 (CPU) or 2**27. `sides`: 2 where the teacher's logits
+    are made beside the drafter's, else 1."""
+    width, most = width * sides, 2**25 if device == "cpu" else 2**27
+    return max(8, min(max(rows // 8, 2**23 // width), most // width))

@@ -4,6 +4,7 @@ pytest tests/test_losses.py
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_fused_equals_plain(
         wide_RW.softmax(-1).gather(-1, teacher.label_R.clamp(min=0)[:, None])[:, 0].where(teacher.label_R >= 0, 0)
     )
     weight_R = {"no": torch.ones(r), "known": row_R, "by_chance": row_R * (1 - chance_R)}[weighted]
-    weight = {"no": None, "known": row_R, "by_chance": lambda chance_R: row_R * (1 - chance_R)}[weighted]
+    weight: Any = {"no": None, "known": row_R, "by_chance": lambda chance_R: row_R * (1 - chance_R)}[weighted]
     sum_ = (plain.value_R * weight_R).sum()
     (want_RW,) = torch.autograd.grad(3 * sum_, logits_RW)
     near = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
