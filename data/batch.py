@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..losses.distill import ByHead, Logits
+
 
 @dataclass
 class Batch:
@@ -72,6 +74,13 @@ class TargetOut:
     log_z_BT: Tensor | None = None  # log-sum-exp over all V logits of row t, fp32; None = not captured
     top_BT: Tensor | None = None  # argmax over all V logits of row t, int64; None = not captured
     head: Callable[[Tensor, Tensor | None], Tensor] | None = None  # Target.head: (hidden, ids or None) -> logits
+    by_head: Callable[[Tensor, Tensor | None], ByHead | None] | None = None  # Target.by_head: the same, not yet formed
     embed: Callable[[Tensor], Tensor] | None = None  # Target.embed: ids -> embeddings
     forward: Callable[..., Any] | None = None  # Target.forward, for methods that need `module`
     kv: Any = None  # a Cache that holds the keys and values of all T rows, for methods that need `kv`
+
+    def logits(self, hidden_RD: Tensor, ids: Tensor | None) -> Logits:
+        """What the target's head makes of states: not yet formed, where it is linear and `by_head` is given."""
+        assert self.head is not None
+        rows = None if self.by_head is None else self.by_head(hidden_RD, ids)
+        return self.head(hidden_RD, ids) if rows is None else rows

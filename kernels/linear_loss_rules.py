@@ -16,46 +16,58 @@ LK_ETA = 3.0  # LK losses, section 5: the best setting
 SMALLEST_ACCEPT = 1e-8  # floor inside the logarithm; keeps a row without any overlap finite
 FLOOR = -1e4  # log of a probability of 0: its exponential is 0 in fp64, too, and 0 times it is 0
 NEEDS_LABEL = {"ce"}
-NEEDS_TEACHER = {"kl", "reverse_kl", "jsd", "tv", "l1", "neg_log_accept", "lk"}
-TERMS = ("ce", "entropy", "kl", "reverse_kl", "jsd", "tv", "l1", "neg_log_accept", "lk")
+NEEDS_TEACHER = {"kl", "reverse_kl", "jsd", "tv", "l1", "neg_log_accept", "lk", "topk_ce"}
+TERMS = ("ce", "entropy", "kl", "reverse_kl", "jsd", "tv", "l1", "neg_log_accept", "lk", "topk_ce")
+BEYOND_KERNELS = {"topk_ce"}  # terms that the PyTorch form alone has
+TOP_K = 10  # HASS, section 3.1
 
 
 @dataclass(frozen=True)
 class FromHidden:
-    """The teacher's states [T, D'] and head [W, D'] (draft ids), without gradients."""
+    """The teacher's states [U, D'] and head [W, D'] (draft ids), without gradients."""
 
-    hidden_TD: Tensor
+    hidden_UD: Tensor
     weight_WD: Tensor
     bias_W: Tensor | None = None
-    log_mass_T: Tensor | None = None
-    """Log of its mass inside the draft vocabulary, kept as it is; None = scaled to 1."""
+    log_z_T: Tensor | None = None
+    """Log-sum-exp of each row's logits over the teacher's whole vocabulary (None = the draft vocabulary is all of it)."""
+    tail: bool = False
+    """Its mass inside the draft vocabulary is kept as it is; False = scaled to 1."""
+    index_T: Tensor | None = None
+    """Which state each of the T rows has (None = the same number)."""
 
     def first(self) -> Tensor:
-        return self.hidden_TD
+        return self.hidden_UD if self.index_T is None else self.index_T
 
     def width(self) -> int:
         return len(self.weight_WD)
 
-    def top_of(self, span: slice, log_p_TC: Tensor) -> Tensor:
-        return log_p_TC.argmax(-1)
+    def states(self, span: slice) -> Tensor:
+        """[T, D'] of some rows."""
+        return self.hidden_UD[span if self.index_T is None else self.index_T[span]]
 
 
 @dataclass(frozen=True)
 class Dense:
-    """The teacher's logits or log-probabilities [T, W] of the draft vocabulary."""
+    """The teacher's logits or log-probabilities [U, W] of the draft vocabulary."""
 
-    logits_TW: Tensor
-    log_mass_T: Tensor | None = None
-    """As in `FromHidden`."""
+    logits_UW: Tensor
+    log_z_T: Tensor | None = None
+    """This and the two next ones as in `FromHidden`."""
+    tail: bool = False
+    index_T: Tensor | None = None
+    log_y_T: Tensor | None = None
+    """Log-sum-exp of each row's logits given here, where it is known (it saves a pass)."""
 
     def first(self) -> Tensor:
-        return self.logits_TW
+        return self.logits_UW if self.index_T is None else self.index_T
 
     def width(self) -> int:
-        return self.logits_TW.shape[1]
+        return self.logits_UW.shape[1]
 
-    def top_of(self, span: slice, log_p_TC: Tensor) -> Tensor:
-        return log_p_TC.argmax(-1)
+    def logits(self, span: slice) -> Tensor:
+        """[T, W] of some rows."""
+        return self.logits_UW[span if self.index_T is None else self.index_T[span]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,8 @@ class TopK:
             tail_T = 1 - self.log_p_TK.to(torch.promote_types(self.log_p_TK.dtype, torch.float32)).exp().sum(-1)
         return tail_T[span].clamp(min=0).log().clamp(min=FLOOR)
 
-    def top_of(self, span: slice, log_p_TC: Tensor) -> Tensor:
+    def top_of(self, span: slice) -> Tensor:
+        """[T] its likeliest id."""
         ids_TK = self.ids_TK[span]
         return ids_TK.gather(-1, self.log_p_TK[span].argmax(-1, keepdim=True))[:, 0]
 
@@ -105,8 +118,8 @@ class Grads:
         if by_hidden is not None:
             torch.mm(slope_TW, weight_WD, out=by_hidden[span])
         if by_weight is not None:
-            if by_weight.dtype == slope_TW.dtype:
-                by_weight.addmm_(slope_TW.T, hidden_TD[span])
+            if by_weight.dtype == slope_TW.dtype:  # the first rows' are written, not added
+                torch.addmm(by_weight, slope_TW.T, hidden_TD[span], beta=int(span.start > 0), out=by_weight)
             else:
                 by_weight += slope_TW.T @ hidden_TD[span]
         if by_bias is not None:
@@ -123,6 +136,7 @@ class Job:
     temperature: float
     chunk: int
     wanted: tuple[bool, ...]  # gradients by hidden, head and bias
+    match: bool = True  # whether `match_T` is asked for
 
     @property
     def used(self) -> set[str]:
@@ -132,8 +146,8 @@ class Job:
         """The teacher's tensors that a kernel reads."""
         t = self.teacher
         if isinstance(t, FromHidden):
-            return [t.hidden_TD, t.weight_WD, t.bias_W]
-        return [t.logits_TW] if isinstance(t, Dense) else [t.log_p_TK] if isinstance(t, TopK) else []
+            return [t.hidden_UD, t.weight_WD, t.bias_W]
+        return [t.logits_UW] if isinstance(t, Dense) else [t.log_p_TK] if isinstance(t, TopK) else []
 
     def new_grads(self, hidden_TD: Tensor, weight_WD: Tensor, bias_W: Tensor | None) -> Grads:
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
@@ -157,7 +171,13 @@ class Walked:
     accept_T: Tensor
     top_T: Tensor
     match_T: Tensor
+    log_mass_T: Tensor
     grads: Grads
+
+    @property
+    def rest(self) -> tuple[Tensor, ...]:
+        """All but values and gradients."""
+        return self.ce_T, self.entropy_T, self.accept_T, self.top_T, self.match_T, self.log_mass_T
 
 
 @dataclass
@@ -165,17 +185,24 @@ class Sums:
     """Of each row, over what the teacher tells apart. A sum that no term needs is None."""
 
     mass_T: Tensor  # p
-    accept_T: Tensor  # min(p, q)
+    accept_T: Tensor | None = None  # min(p, q)
     below_T: Tensor | None = None  # q where q < p
     kl_T: Tensor | None = None  # p (log p - log q)
     reverse_T: Tensor | None = None  # q (log q - log p)
     p_part_T: Tensor | None = None  # p (log p - log (p + q) / 2)
     q_part_T: Tensor | None = None  # q (log q - log (p + q) / 2)
+    true_T: Tensor | None = None  # min(p, q) with the teacher's own p; None = as `accept_T`
+    top_T: Tensor | None = None  # p of its likeliest ids (topk_ce)
+    top_ce_T: Tensor | None = None  # - p log q of these
 
 
-def sums_of(log_q: Tensor, log_p: Tensor, q: Tensor, p: Tensor, used: set[str]) -> Sums:
-    """From log q, log p (both at least FLOOR), q and p [T, C]."""
-    sums = Sums(p.sum(-1), torch.minimum(p, q).sum(-1))
+def sums_of(log_q: Tensor, log_p: Tensor, q: Tensor, p: Tensor, used: set[str], true_p: Tensor | None = None) -> Sums:
+    """From log q, log p (both at least FLOOR), q and p [T, C]; `true_p`: the teacher's own, where p is scaled."""
+    sums = Sums(p.sum(-1))
+    if true_p is not None:
+        sums.true_T = torch.minimum(true_p, q).sum(-1)
+    if true_p is None or used & {"tv", "l1", "neg_log_accept", "lk"}:
+        sums.accept_T = torch.minimum(p, q).sum(-1)
     if used & {"tv", "l1", "neg_log_accept", "lk"}:
         sums.below_T = torch.where(q < p, q, 0).sum(-1)
     if used & {"kl", "lk", "reverse_kl", "jsd"}:
@@ -188,14 +215,26 @@ def sums_of(log_q: Tensor, log_p: Tensor, q: Tensor, p: Tensor, used: set[str]) 
             m = F.logsigmoid(r).add_(math.log(2))
             sums.q_part_T = torch.linalg.vecdot(q, m)
             sums.p_part_T = torch.linalg.vecdot(p, m.sub_(r))
+    if "topk_ce" in used:
+        log_p_k, ids_k = log_p.topk(min(TOP_K, log_p.shape[-1]), dim=-1)
+        p_k = log_p_k.exp()
+        sums.top_T, sums.top_ce_T = p_k.sum(-1), -torch.linalg.vecdot(p_k, log_q.gather(-1, ids_k))
     return sums
+
+
+def accepted(sums: Sums) -> Tensor:
+    """[T] sum min(p, q), p the teacher's own."""
+    accept_T = sums.accept_T if sums.true_T is None else sums.true_T
+    assert accept_T is not None
+    return accept_T
 
 
 def fold(
     job: Job, sums: Sums | None, ce_T: Tensor, entropy_T: Tensor, label_T: Tensor | None, weight_T: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Values [T], and the seven numbers of each row's slopes (None = 0), weighed and by logits before the temperature."""
-    value_T, a = torch.zeros_like(ce_T), [torch.zeros_like(ce_T), *[None] * 6]
+    """Values [T], and the seven numbers of each row's slopes, with an eighth that goes with the teacher's likeliest ids'
+    p (None = 0), weighed and by logits before the temperature."""
+    value_T, a = torch.zeros_like(ce_T), [torch.zeros_like(ce_T), *[None] * 7]
 
     def put(i: int, x_T: Tensor | float) -> None:
         old = a[i]
@@ -225,7 +264,8 @@ def fold(
             put(4, -factor)
             continue
         assert sums is not None
-        mass_T, accept_T = sums.mass_T, sums.accept_T
+        mass_T = sums.mass_T
+        accept_T = mass_T if sums.accept_T is None else sums.accept_T  # no term without it reads it
         if name == "kl":
             assert sums.kl_T is not None
             value_T = value_T + factor * (sums.kl_T - torch.special.xlogy(mass_T, mass_T))
@@ -245,6 +285,11 @@ def fold(
             factor = 2 * factor if name == "l1" else factor
             value_T = value_T + factor * (1 - accept_T)
             put_accept(-factor)
+        elif name == "topk_ce":
+            assert sums.top_T is not None and sums.top_ce_T is not None
+            value_T = value_T + factor * sums.top_ce_T
+            put(0, factor * sums.top_T)
+            put(7, -factor)
         elif name == "neg_log_accept":
             value_T = value_T - factor * accept_T.clamp(min=SMALLEST_ACCEPT).log()
             put_accept(torch.where(accept_T >= SMALLEST_ACCEPT, -factor / accept_T.clamp(min=SMALLEST_ACCEPT), 0))

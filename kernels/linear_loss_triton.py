@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .jit import INTERPRETED, Build, jit, tl
-from .linear_loss_rules import Dense, FromHidden, Job, Sums, TopK, Walked, fold, sums_of
+from .linear_loss_rules import Dense, FromHidden, Job, Sums, TopK, Walked, accepted, fold, sums_of
 
 _TILE = {"BT": 64, "BW": 64, "BD": 64}  # rows, ids, width; with eight warps nothing spills
 _SMALL_TILE = {"BT": 16, "BW": 32, "BD": 16}
@@ -129,15 +129,17 @@ def _bend(log_q, log_p):
 
 @jit
 def _sums(
-    hidden, weight, bias, teacher, teacher_weight, teacher_bias, log_z, log_y, out, T, W, D, E, span, scale,
+    hidden, weight, bias, teacher, teacher_weight, teacher_bias, log_z, log_y, log_m, out, T, W, D, E, span, scale,
     KIND: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Of BT rows over one span of ids, into out [spans, 6, T]: the sums of `Sums` but for the mass, in their order."""
+    """Of BT rows over one span of ids, into out [spans, 7, T]: the sums of `Sums` but for the mass, in their order.
+    `log_m`: what the teacher's true p is more than the one given, as a logarithm."""
     row_T = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     has_T = row_T < T
     log_z_T, log_y_T = tl.load(log_z + row_T, has_T, 0.0), tl.load(log_y + row_T, has_T, 0.0)
     accept_T, below_T, kl_T = tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32), tl.zeros((BT,), tl.float32)
     reverse_T, p_part_T, q_part_T = tl.zeros_like(accept_T), tl.zeros_like(accept_T), tl.zeros_like(accept_T)
+    true_T, mass_T = tl.zeros_like(accept_T), tl.exp(tl.load(log_m + row_T, has_T, 0.0))
     first = tl.program_id(1) * span
     for lo in range(first, tl.minimum(first + span, W), BW):
         col_W = lo + tl.arange(0, BW).to(tl.int64)
@@ -149,18 +151,20 @@ def _sums(
         q_TW, p_TW = tl.exp(log_q_TW), tl.exp(log_p_TW)
         r_TW, m_TW = _bend(log_q_TW, log_p_TW)
         accept_T += tl.sum(tl.minimum(p_TW, q_TW), 1)
+        true_T += tl.sum(tl.minimum(p_TW * mass_T[:, None], q_TW), 1)
         below_T += tl.sum(tl.where(r_TW < 0, q_TW, 0.0), 1)
         kl_T -= tl.sum(p_TW * r_TW, 1)
         reverse_T += tl.sum(q_TW * r_TW, 1)
         p_part_T += tl.sum(p_TW * (m_TW - r_TW), 1)
         q_part_T += tl.sum(q_TW * m_TW, 1)
-    at = out + tl.program_id(1) * 6 * T + row_T
+    at = out + tl.program_id(1) * 7 * T + row_T
     tl.store(at, accept_T, has_T)
     tl.store(at + T, below_T, has_T)
     tl.store(at + 2 * T, kl_T, has_T)
     tl.store(at + 3 * T, reverse_T, has_T)
     tl.store(at + 4 * T, p_part_T, has_T)
     tl.store(at + 5 * T, q_part_T, has_T)
+    tl.store(at + 6 * T, true_T, has_T)
 
 
 @jit
@@ -225,10 +229,14 @@ def walk_kernels(
     ids_TK: Tensor | None = None
     log_p_TK: Tensor | None = None
     if isinstance(teacher, FromHidden):
-        kind, E = "hidden", teacher.hidden_TD.shape[1]
-        told = [teacher.hidden_TD.detach().contiguous(), teacher.weight_WD.detach().contiguous(), teacher.bias_W]
+        kind, E = "hidden", teacher.hidden_UD.shape[1]
+        told = [
+            teacher.states(slice(None)).detach().contiguous(),
+            teacher.weight_WD.detach().contiguous(),
+            teacher.bias_W,
+        ]
     elif isinstance(teacher, Dense):
-        kind, told[0] = "dense", teacher.logits_TW.detach().contiguous()
+        kind, told[0] = "dense", teacher.logits(slice(None)).detach().contiguous()
     elif isinstance(teacher, TopK):
         kind, K = "topk", teacher.ids_TK.shape[1]
         ids_TK, log_p_TK = teacher.ids_TK.contiguous(), teacher.log_p_TK.contiguous()
@@ -252,7 +260,7 @@ def walk_kernels(
     ce_T = torch.where(label_T >= 0, log_z_T - label_z_T, 0)
     numbers_FT = fresh(11, T)
     numbers_FT[0] = log_z_T
-    sums, match_T = None, torch.zeros(T, dtype=torch.bool, device=device)
+    sums, match_T, log_mass_T = None, torch.zeros(T, dtype=torch.bool, device=device), fresh(T)
     if isinstance(teacher, TopK):
         assert ids_TK is not None and log_p_TK is not None
         floor, inside_TK = -1e4, ids_TK >= 0
@@ -262,15 +270,17 @@ def walk_kernels(
         log_p_TC = torch.cat([log_p_TK.float().masked_fill(~inside_TK, floor), numbers_FT[3][:, None]], 1)
         sums, match_T = (
             sums_of(log_q_TC, log_p_TC, log_q_TC.exp(), log_p_TC.exp(), job.used),
-            top_T == teacher.top_of(slice(None), log_p_TC),
+            top_T == teacher.top_of(slice(None)),
         )
     elif teacher is not None:
         log_y_T = (other_ST + sum_ST.log()).logsumexp(0)
-        mass_T = torch.ones_like(log_y_T)
-        if teacher.log_mass_T is not None:
-            log_y_T, mass_T = log_y_T - teacher.log_mass_T.float(), teacher.log_mass_T.float().exp()
+        mass_T, rest_T = torch.ones_like(log_y_T), log_mass_T
+        if teacher.log_z_T is not None:
+            log_mass_T = rest_T = (log_y_T - teacher.log_z_T.float()).clamp(max=0)
+            if teacher.tail:
+                log_y_T, mass_T, rest_T = log_y_T - log_mass_T, log_mass_T.exp(), torch.zeros_like(log_mass_T)
         numbers_FT[1] = log_y_T
-        sums_SFT = fresh(grid[1], 6, T)
+        sums_SFT = fresh(grid[1], 7, T)
         _sums[grid](
             hidden_TD,
             weight_WD,
@@ -278,6 +288,7 @@ def walk_kernels(
             *told,
             log_z_T,
             log_y_T,
+            rest_T,
             sums_SFT,
             T,
             W,
@@ -291,7 +302,7 @@ def walk_kernels(
         sums = Sums(mass_T, *sums_SFT.sum(0))
         match_T = top_T == chosen_ST.gather(0, other_ST.argmax(0)[None])[0].long()
     value_T, a = fold(job, sums, ce_T, entropy_T, job.label_T, weight_T)
-    for i, x_T in enumerate(a):
+    for i, x_T in enumerate(a[:7]):  # the eighth is of a term that comes by chunks
         if x_T is not None:
             numbers_FT[4 + i] = x_T
     grads = job.new_grads(hidden_TD, weight_WD, bias_W)
@@ -304,15 +315,15 @@ def walk_kernels(
                 T, W, D, E, K, scale, KIND=kind, **launch,
             )  # fmt: skip
             grads.add(slice(lo, hi), slope_TW[: hi - lo], hidden_TD, weight_WD)
-    accept_T = torch.zeros_like(ce_T) if sums is None else sums.accept_T
-    return Walked(value_T, ce_T, entropy_T, accept_T, top_T, match_T, grads)
+    accept_T = torch.zeros_like(ce_T) if sums is None else accepted(sums)
+    return Walked(value_T, ce_T, entropy_T, accept_T, top_T, match_T, log_mass_T, grads)
 
 
 _STATES = dict.fromkeys(("hidden", "weight"), "*bf16")
 _SIZES = dict.fromkeys(("T", "W", "D", "E"), "i32") | {"scale": "fp32"}
 _TEACHER = dict.fromkeys(("teacher", "teacher_weight"), "*bf16")
 _STATISTICS = {"label": "*i64", "out": "*fp32", "label_z": "*fp32", "ids_z": "*fp32", "K": "i32", "span": "i32"}
-_SUMS = {"log_z": "*fp32", "log_y": "*fp32", "out": "*fp32", "span": "i32"}
+_SUMS = {"log_z": "*fp32", "log_y": "*fp32", "log_m": "*fp32", "out": "*fp32", "span": "i32"}
 _SLOPES = {"label": "*i64", "numbers": "*fp32", "out": "*bf16", "start": "i32", "stop": "i32", "K": "i32"}
 _TOP = {"ids": "*i64", "log_p": "*fp32"}
 _NO_BIAS: dict[str, Any] = {"bias": None, "teacher_bias": None}

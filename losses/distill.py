@@ -1,4 +1,4 @@
-"""Per-token distillation losses between a drafter's row and the target's, and their fused evaluation.
+"""Per-token distillation losses between a drafter's row and the target's: definitions, teachers, and `fused_score`.
 
 A *row* is one prediction. The drafter's logits cover the draft vocabulary (W ids); the target's distribution p covers
 all V ids, so that p restricted to W may hold less than the whole mass. `oov` says what becomes of the rest:
@@ -12,6 +12,10 @@ Losses: KL, reverse KL, JSD, TV as usual; -log sum min(p, q) and the hybrid lamb
 (arXiv:2602.23881); top-k cross-entropy from HASS (arXiv:2408.15766); smooth-L1 on features from EAGLE
 (arXiv:2401.15077). Sum min(p, q) is the chance that speculative sampling accepts the drafter's token.
 
+The definitions (`score_rows`) hold every logit; training calls `fused_score`, which is kernels/linear_loss.py. Logits
+come as `ByHead`, states and a head that they go through, and are never a tensor then; a head that is not linear (a
+softcap, the corrections of a slot head) gives a tensor, whose gradient is one too.
+
 Test: pytest tests/test_losses.py
 """
 
@@ -21,42 +25,87 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.linear_loss_rules import LK_ETA, SMALLEST_ACCEPT
+from ..kernels.linear_loss import Dense, FromHidden, LinearLoss, linear_loss, logits_loss
+from ..kernels.linear_loss_rules import LK_ETA, SMALLEST_ACCEPT, TOP_K
 
 Oov = Literal["renormalise", "mask", "tail"]
 OOV: tuple[Oov, ...] = ("renormalise", "mask", "tail")
-HASS_TOP_K = 10  # HASS, section 3.1
+BANK_BYTES = 2**28  # the most that a bank of the target's logits may take, see `make_teacher`
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """Logits [R, W] that no tensor holds: what a head makes of states [R, D]."""
+
+    hidden_RD: Tensor
+    weight_WD: Tensor
+    bias_W: Tensor | None = None
+
+    @classmethod
+    def of(cls, hidden_RD: Tensor, weight_WD: Tensor, bias_W: Tensor | None = None) -> ByHead:
+        """In the precision that `F.linear` would have: autocast's, or the weight's."""
+        device, dtype = hidden_RD.device.type, weight_WD.dtype
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        bias_W = None if bias_W is None else bias_W.to(dtype)
+        return cls(hidden_RD.to(dtype), weight_WD.to(dtype), bias_W)
+
+
+Logits = Tensor | ByHead
+
+
+def formed(logits: Logits) -> Tensor:
+    """[R, W] all of them: for tests, and for what reads them one by one."""
+    return F.linear(logits.hidden_RD, logits.weight_WD, logits.bias_W) if isinstance(logits, ByHead) else logits
 
 
 @dataclass
 class Teacher:
     """What the target says of R predictions: rows `index_R` of a bank of U rows, and the data's own tokens.
 
-    `logits_UW` are the target's logits of the draft vocabulary (finite), `log_kept_U` their log-sum-exp, `log_z_U` that
-    over all V; `top_U` is the target's argmax and `label_R` the token that the data holds, both in draft ids, -1 =
-    outside the draft vocabulary.
+    `bank` are the target's logits of the draft vocabulary (finite), [U, W] or still to be made from its states;
+    `log_kept_U` their log-sum-exp (None with states), `log_z_U` that over all V (None = the draft vocabulary is all);
+    `top_U` is the target's argmax (None = that of the bank) and `label_R` the token that the data holds, both in draft
+    ids, -1 = outside the draft vocabulary.
     """
 
-    logits_UW: Tensor
-    log_kept_U: Tensor
-    log_z_U: Tensor
-    top_U: Tensor
+    bank: Logits
+    log_kept_U: Tensor | None
+    log_z_U: Tensor | None
+    top_U: Tensor | None
     index_R: Tensor
     label_R: Tensor
 
     def rows(self, index_R: Tensor, label_R: Tensor) -> Teacher:
         """The same bank, read at other rows."""
-        return Teacher(self.logits_UW, self.log_kept_U, self.log_z_U, self.top_U, index_R, label_R)
+        return Teacher(self.bank, self.log_kept_U, self.log_z_U, self.top_U, index_R, label_R)
+
+    def logits(self) -> Tensor:
+        """[R, W] of the rows that are read."""
+        bank = self.bank
+        if isinstance(bank, ByHead):
+            return formed(ByHead(bank.hidden_RD[self.index_R], bank.weight_WD, bank.bias_W))
+        return bank[self.index_R]
 
     @property
     def top_R(self) -> Tensor:
-        return self.top_U[self.index_R]
+        return self.logits().argmax(-1) if self.top_U is None else self.top_U[self.index_R]
+
+    def told(self, oov: Oov, by_head: bool) -> Dense | FromHidden:
+        """As the kernel reads it; a drafter whose logits are a tensor gets a tensor (`by_head` False)."""
+        log_z_R, bank = None if self.log_z_U is None else self.log_z_U[self.index_R], self.bank
+        if isinstance(bank, ByHead) and not by_head:
+            return Dense(self.logits(), log_z_R, oov == "tail")
+        if isinstance(bank, ByHead):
+            return FromHidden(bank.hidden_RD, bank.weight_WD, bank.bias_W, log_z_R, oov == "tail", self.index_R)
+        log_y_R = None if self.log_kept_U is None else self.log_kept_U[self.index_R]
+        return Dense(bank, log_z_R, oov == "tail", self.index_R, log_y_R)
 
 
 @dataclass
@@ -83,21 +132,10 @@ def ce(rows: Rows) -> Tensor:
     return torch.where(rows.label_R >= 0, -picked_R, picked_R.new_zeros(()))
 
 
-def ce_gradient(rows: Rows) -> Tensor:
-    """[R, W] derivative of `ce` by the drafter's logits."""
-    inside_R1 = (rows.label_R >= 0)[:, None].to(rows.q_RW.dtype)
-    return (rows.q_RW * inside_R1).scatter_add(-1, rows.label_R.clamp(min=0)[:, None], -inside_R1)
-
-
 def kl(rows: Rows) -> Tensor:
     """[R] KL(p || q). With missing mass: mass * KL(p / mass || q), whose gradient is that of the true divergence."""
     value_R = (rows.p_RW * (rows.log_p_RW - rows.log_q_RW)).sum(-1)
     return value_R - torch.special.xlogy(rows.mass_R, rows.mass_R)
-
-
-def kl_gradient(rows: Rows) -> Tensor:
-    """[R, W] derivative of `kl` by the drafter's logits."""
-    return torch.addcmul(-rows.p_RW, rows.mass_R[:, None], rows.q_RW)
 
 
 def reverse_kl(rows: Rows) -> Tensor:
@@ -142,7 +180,7 @@ def lk(rows: Rows, mix_R: Tensor | None = None) -> Tensor:
 
 def topk_ce(rows: Rows) -> Tensor:
     """[R] cross-entropy over the target's ten likeliest ids of the draft vocabulary (HASS)."""
-    log_p_Rk, ids_Rk = rows.log_p_RW.topk(min(HASS_TOP_K, rows.log_p_RW.shape[-1]), dim=-1)
+    log_p_Rk, ids_Rk = rows.log_p_RW.topk(min(TOP_K, rows.log_p_RW.shape[-1]), dim=-1)
     return -(log_p_Rk.exp() * rows.log_q_RW.gather(-1, ids_Rk)).sum(-1)
 
 
@@ -162,8 +200,6 @@ ON_DISTRIBUTIONS: dict[str, Callable[[Rows], Tensor]] = {
     "lk": lk,
     "topk_ce": topk_ce,
 }
-# The gradients by the logits of those that have a short one: half the work of autograd's on the way of every step.
-GRADIENTS: dict[str, Callable[[Rows], Tensor]] = {"ce": ce_gradient, "kl": kl_gradient}
 ON_FEATURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"feature_smooth_l1": feature_smooth_l1}
 
 
@@ -182,111 +218,81 @@ def read_rows(logits_RW: Tensor, teacher: Teacher, oov: Oov) -> tuple[Rows, Tens
     """Both distributions, in the precision of the logits (half precision: fp32), and the log [R] of the target's mass
     inside the draft vocabulary."""
     wide = torch.promote_types(logits_RW.dtype, torch.float32)
-    log_q_RW = logits_RW.to(wide).log_softmax(-1)
-    kept_R = teacher.log_kept_U[teacher.index_R]
-    log_mass_R = (kept_R - teacher.log_z_U[teacher.index_R]).clamp(max=0)  # a captured log_z may be a little off
-    shift_R = kept_R if oov != "tail" else kept_R - log_mass_R
-    mass_R = torch.ones_like(kept_R) if oov != "tail" else log_mass_R.exp()
-    log_p_RW = teacher.logits_UW[teacher.index_R].to(wide) - shift_R[:, None]
-    return Rows(log_q_RW, log_p_RW, mass_R, teacher.label_R), log_mass_R
-
-
-def weigh(per_row: Tensor, teacher: Teacher, oov: Oov) -> Tensor:
-    """[R] or [R, W] `per_row`, 0 for rows that `oov` masks."""
-    if oov != "mask":
-        return per_row
-    outside_R = teacher.top_R < 0
-    return per_row.masked_fill(outside_R if per_row.ndim == 1 else outside_R[:, None], 0)
+    told_RW = teacher.logits().to(wide)
+    log_mass_R = torch.zeros_like(told_RW[:, 0])
+    if teacher.log_z_U is not None:  # a captured log_z may be a little off
+        log_mass_R = (told_RW.logsumexp(-1) - teacher.log_z_U[teacher.index_R]).clamp(max=0)
+    log_p_RW, mass_R = told_RW.log_softmax(-1), torch.ones_like(log_mass_R)
+    if oov == "tail":
+        log_p_RW, mass_R = log_p_RW + log_mass_R[:, None], log_mass_R.exp()
+    return Rows(logits_RW.to(wide).log_softmax(-1), log_p_RW, mass_R, teacher.label_R), log_mass_R
 
 
 def score_rows(logits_RW: Tensor, teacher: Teacher, terms: tuple[tuple[float, str], ...], oov: Oov) -> Scored:
-    """Plain evaluation: `value_R` carries gradients."""
-    return _score(*read_rows(logits_RW, teacher, oov), teacher, terms, oov)
-
-
-def _score(rows: Rows, log_mass_R: Tensor, teacher: Teacher, terms: tuple[tuple[float, str], ...], oov: Oov) -> Scored:
+    """The definition of what `fused_score` sums: `value_R` carries gradients."""
+    rows, log_mass_R = read_rows(logits_RW, teacher, oov)
     values_R = [coefficient * ON_DISTRIBUTIONS[name](rows) for coefficient, name in terms]
-    value_R = weigh(sum(values_R, torch.zeros_like(rows.mass_R)), teacher, oov)
+    value_R = sum(values_R, torch.zeros_like(rows.mass_R))
+    if oov == "mask":
+        value_R = value_R.masked_fill(teacher.top_R < 0, 0)
     with torch.no_grad():
         p_RW = rows.p_RW if oov == "tail" else rows.p_RW * log_mass_R.exp()[:, None]
         accept_R = torch.minimum(p_RW, rows.q_RW).sum(-1)
         return Scored(value_R, rows.log_q_RW.argmax(-1) == teacher.top_R, accept_R, -torch.expm1(log_mass_R))
 
 
-class _Fused(torch.autograd.Function):
-    """`score_rows(...).value_R.sum()` over blocks of rows that stay in cache; the gradient is formed in forward."""
+Weigh = Callable[[Tensor], Tensor]  # weights [R] from the chances [R] that the drafter gives the data's tokens
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_RW: Tensor,
-        teacher: Teacher,
-        terms: tuple[tuple[float, str], ...],
-        oov: Oov,
-        block: int,
-        weight_R: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        need = logits_RW.requires_grad
-        grad_RW = torch.empty_like(logits_RW) if need else None
-        parts: list[Scored] = []
-        for lo in range(0, logits_RW.shape[0], block):
-            span = slice(lo, lo + block)
-            part = teacher.rows(teacher.index_R[span], teacher.label_R[span])
-            scale_R = torch.ones_like(part.log_z_U[part.index_R]) if weight_R is None else weight_R[span]
-            if all(name in GRADIENTS for _, name in terms):
-                rows, log_mass_R = read_rows(logits_RW[span], part, oov)
-                scored = _score(rows, log_mass_R, part, terms, oov)
-                if grad_RW is not None:
-                    slopes_RW = [coefficient * GRADIENTS[name](rows) for coefficient, name in terms]
-                    slope_RW = weigh(sum(slopes_RW[1:], slopes_RW[0]), part, oov)
-                    grad_RW[span] = slope_RW if weight_R is None else slope_RW * scale_R[:, None]
-            else:
-                with torch.enable_grad():
-                    block_RW = logits_RW[span].detach().requires_grad_(need)
-                    scored = score_rows(block_RW, part, terms, oov)
-                    if grad_RW is not None:
-                        (grad_RW[span],) = torch.autograd.grad((scored.value_R * scale_R).sum(), block_RW)
-            parts.append(Scored(scored.value_R.detach() * scale_R, scored.correct_R, scored.accept_R, scored.lost_R))
-        ctx.grad_RW = grad_RW
-        if not parts:
-            zero = logits_RW.new_zeros((), dtype=torch.promote_types(logits_RW.dtype, torch.float32))
-            none_R = zero.new_zeros(0)
-            outputs = (zero, none_R.bool(), none_R, none_R.clone())
-        else:
-            outputs = (
-                torch.cat([part.value_R for part in parts]).sum(),
-                torch.cat([part.correct_R for part in parts]),
-                torch.cat([part.accept_R for part in parts]),
-                torch.cat([part.lost_R for part in parts]),
-            )
-        ctx.mark_non_differentiable(*outputs[1:])
-        return outputs
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        grad_RW, ctx.grad_RW = ctx.grad_RW, None
-        return (None if grad_RW is None else grad_RW.mul_(grad)), None, None, None, None, None
+def weighed_loss(
+    logits: Logits,
+    terms: tuple[tuple[float, str], ...],
+    label_R: Tensor,
+    weight: Tensor | Weigh | None,
+    told: Dense | FromHidden | None = None,
+    masked_R: Tensor | None = None,
+    match: bool = True,
+) -> tuple[Tensor, LinearLoss]:
+    """The sum over rows of weight times loss, with gradients once, and what is known of each row. `label_R`: draft ids,
+    -1 = none. `masked_R`: bool, rows that weigh nothing."""
+    dtype = logits.hidden_RD.dtype if isinstance(logits, ByHead) else logits.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    known_R: Tensor | None = None
+    if not callable(weight):
+        known_R = torch.ones_like(label_R, dtype=wide) if weight is None else weight.detach()
+        known_R = known_R if masked_R is None else known_R.masked_fill(masked_R, 0)
+    if isinstance(logits, ByHead):
+        out = linear_loss(
+            logits.hidden_RD, logits.weight_WD, terms, bias_W=logits.bias_W, teacher=told, label_T=label_R,
+            weight_T=known_R, match=match,
+        )  # fmt: skip
+    else:
+        out = logits_loss(logits, terms, teacher=told, label_T=label_R, weight_T=known_R, match=match)
+    if not callable(weight):
+        return out.total, out
+    weight_R = weight(torch.where(label_R >= 0, (-out.ce_T).exp(), 0))
+    weight_R = weight_R if masked_R is None else weight_R.masked_fill(masked_R, 0)
+    return (out.value_T * weight_R).sum(), out
 
 
 def fused_score(
-    logits_RW: Tensor,
+    logits: Logits,
     teacher: Teacher,
     terms: tuple[tuple[float, str], ...],
     oov: Oov,
-    weight_R: Tensor | None = None,
+    weight: Tensor | Weigh | None = None,
 ) -> tuple[Tensor, Scored]:
-    """The sum of the losses over R rows, each times its weight (carries gradients by the logits, once), and the rows'
-    metrics, `value_R` left empty.
+    """The sum of the losses over R rows, each times its weight (carries gradients, once), and the rows' metrics,
+    `value_R` left empty. Weights that depend on the row cost a second pass where the head of a `ByHead` learns.
 
-    Equal to `score_rows` (tests: 1e-6 in fp32); never holds more than a block of rows in fp32.
+    Equal to `score_rows` (tests: 1e-6 in fp32).
     """
-    per_block = 2**17 if logits_RW.device.type == "cpu" else 2**26
-    with torch.autocast(logits_RW.device.type, enabled=False):
-        total, correct_R, accept_R, lost_R = _Fused.apply(
-            logits_RW, teacher, terms, oov, max(1, per_block // logits_RW.shape[-1]), weight_R
-        )
-    return total, Scored(accept_R.new_empty(0), correct_R, accept_R, lost_R)
+    told = teacher.told(oov, isinstance(logits, ByHead))
+    top_R = None if teacher.top_U is None else teacher.top_U[teacher.index_R]
+    masked_R = top_R < 0 if oov == "mask" and top_R is not None else None
+    total, out = weighed_loss(logits, terms, teacher.label_R, weight, told, masked_R, top_R is None)
+    correct_R = out.match_T if top_R is None else out.top_T == top_R
+    return total, Scored(out.accept_T.new_empty(0), correct_R, out.accept_T, -torch.expm1(out.log_mass_T))
 
 
 def make_teacher(
@@ -297,32 +303,51 @@ def make_teacher(
     d2t_W: Tensor | None,
     t2d_V: Tensor | None,
     block: int = 256,
+    *,
+    states: ByHead | None = None,
+    reads: int = 0,
 ) -> Teacher:
     """A teacher's bank from the target's normed states; `index_R` and `label_R` are left empty.
 
     `head(hidden, ids or None)` gives the target's logits; `log_z_U` and `top_U` (target ids) come from a capture, or
     are computed here, `block` rows at a time. `t2d_V` [V] maps target ids to draft ids, -1 = none (None = identity).
+    `states`: what `head` makes of these states, not yet formed, where it is linear. The bank is then made of them at
+    every read where rows are read no more than once (`reads` of the U in all), on accelerators, whose kernels keep
+    logits in registers, and where it would take more than BANK_BYTES. Else it is made once and kept: a read costs 4
+    bytes a logit, making it anew D multiplications.
     """
     with torch.no_grad():
-        logits_UW = head(hidden_UD, d2t_W)
-        log_kept_U = _log_sum(logits_UW, block)
+        bank: Logits
+        log_kept_U: Tensor | None = None
+        if states is not None and not keep_bank(states, reads):
+            bank = states
+        else:
+            bank = head(hidden_UD, d2t_W)
+            log_kept_U = log_sum(bank, block)
         if log_z_U is None or top_U is None:
             if d2t_W is None:
-                log_z_U, top_U = log_kept_U, logits_UW.argmax(-1)
+                log_z_U, top_U = None, None if isinstance(bank, ByHead) else bank.argmax(-1)
             else:
-                log_zs, tops = [log_kept_U[:0]], [torch.zeros(0, dtype=torch.int64, device=hidden_UD.device)]
+                log_zs, tops = [log_sum(hidden_UD[:0], block)], [d2t_W[:0]]
                 for lo in range(0, hidden_UD.shape[0], block):
                     full_UV = head(hidden_UD[lo : lo + block], None)
-                    log_zs.append(_log_sum(full_UV, block))
+                    log_zs.append(log_sum(full_UV, block))
                     tops.append(full_UV.argmax(-1))
                 log_z_U, top_U = torch.cat(log_zs), torch.cat(tops)
-        top_U = top_U.long() if t2d_V is None else t2d_V[top_U.long()]
-    nothing = top_U.new_zeros(0)
-    return Teacher(logits_UW, log_kept_U, log_z_U.to(log_kept_U.dtype), top_U, nothing, nothing)
+        if top_U is not None:
+            top_U = top_U.long() if t2d_V is None else t2d_V[top_U.long()]
+    nothing = torch.zeros(0, dtype=torch.int64, device=hidden_UD.device)
+    return Teacher(bank, log_kept_U, log_z_U, top_U, nothing, nothing)
 
 
-def _log_sum(logits_UX: Tensor, block: int) -> Tensor:
+def log_sum(logits_UX: Tensor, block: int) -> Tensor:
     """[U] log-sum-exp in fp32 at least, `block` rows at a time."""
     wide = torch.promote_types(logits_UX.dtype, torch.float32)
     parts = [part.to(wide).logsumexp(-1) for part in logits_UX.split(block)]
-    return torch.cat(parts) if parts else logits_UX.new_zeros(0, dtype=wide)
+    return torch.cat(parts) if len(logits_UX) else logits_UX.new_zeros(0, dtype=wide)
+
+
+def keep_bank(states: ByHead, reads: int) -> bool:
+    """Whether the target's logits are made once and kept; see `make_teacher`."""
+    rows, size = len(states.hidden_RD), len(states.weight_WD) * states.weight_WD.element_size()
+    return states.hidden_RD.device.type == "cpu" and reads > rows and rows * size <= BANK_BYTES

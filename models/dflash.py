@@ -380,9 +380,9 @@ class DFlash(nn.Module):
         config = self.config
         slots, shown_BQ = block_slots(self, batch)
         hidden_BQD = block_states(self, slots, shown_BQ, batch, target_out)
-        logits_RW = target_out.head(hidden_BQD.flatten(0, 1)[slots.flat_R], self.d2t_W)
+        logits = target_out.logits(hidden_BQD.flatten(0, 1)[slots.flat_R], self.d2t_W)
         return score(
-            logits_RW, slots, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov, config.weight,
+            logits, slots, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov, config.weight,
             depths=self.max_depth,
         )  # fmt: skip
 

@@ -232,7 +232,7 @@ class DraftModel(nn.Module):
         rows = Rows.of(batch, config.depths)
         scorer = Scorer(rows, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov, 1.0)
         hidden_BTD = self.read(batch.ids_BT, batch.positions_BT, document_mask(batch.samples_BT))
-        scorer.add(1, self.say(rows.take(hidden_BTD, 1)))
+        scorer.add(1, self.run.logits(rows.take(hidden_BTD, 1), self.rows_W))
         for depth in range(2, config.depths + 1):
             scorer.repeat(depth)
         return scorer.terms()

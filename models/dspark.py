@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..losses.distill import Oov
+from ..losses.distill import Logits, Oov
 from ..losses.objective import parse_objective
 from .dflash import (
     BlockState,
@@ -262,26 +262,29 @@ class DSpark(nn.Module):
         flat_R = slots.flat_R
         hidden_RD = hidden_BQD.flatten(0, 1)[flat_R]
         before_BQ = at(batch.ids_BT, slots.label_BQ - 1)
-        base_RW = target_out.head(hidden_RD, self.d2t_W)
-        logits_RW = base_RW
-        if head is not None:
+        base: Logits
+        if head is None:
+            logits = base = target_out.logits(hidden_RD, self.d2t_W)
+        else:  # a sum of two heads, or candidates alone: logits are formed
+            base = target_out.head(hidden_RD, self.d2t_W)
             code_RC = self.codes(head, hidden_BQD, before_BQ, target_out.embed)[flat_R]
-            logits_RW = head.correct(base_RW, code_RC)
+            logits = head.correct(base, code_RC)
 
-        def scored(rows_RW: Tensor, objective: Any) -> Terms:
+        def scored(rows: Logits, objective: Any) -> Terms:
             return score(
-                rows_RW, slots, batch, target_out, self.d2t_W, self.t2d_V, objective, config.oov, config.weight,
+                rows, slots, batch, target_out, self.d2t_W, self.t2d_V, objective, config.oov, config.weight,
                 depths=self.max_depth,
             )  # fmt: skip
 
         if config.head == "pairs":
-            base = scored(base_RW, self.objective).losses["slots"]
-            terms = scored(logits_RW.detach(), ((1.0, "tv"),))  # for its figures
-            terms.losses = {"slots": self.selector_loss(logits_RW, base_RW, slots, batch), "base": base}
+            assert isinstance(logits, Tensor) and isinstance(base, Tensor)
+            own_loss = scored(base, self.objective).losses["slots"]
+            terms = scored(logits.detach(), ((1.0, "tv"),))  # for its figures
+            terms.losses = {"slots": self.selector_loss(logits, base, slots, batch), "base": own_loss}
         else:
             own = max(0.0, 1 - progress / config.base_share) if config.base_share else 0.0  # the backbone's part
-            before = scored(base_RW, self.objective).losses if own else {}
-            terms = scored(logits_RW, self.objective)
+            before = scored(base, self.objective).losses if own else {}
+            terms = scored(logits, self.objective)
             if own:
                 terms.losses = {"slots": terms.losses["slots"] * (1 - own), "base": before["slots"] * own}
         logits_R = hidden_RD.new_zeros(0)

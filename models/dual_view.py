@@ -191,10 +191,10 @@ class DualView(nn.Module):
         embeds_BQD = torch.where(anchor_BQ1, tokens_BQD, self.mask_embed)
         with self.second_view():
             hidden_BQD = run_slots(target_out, batch, slots, RULE, embeds_BQD)
-        logits_RW = target_out.head(hidden_BQD.flatten(0, 1)[slots.flat_R], self.d2t_W)
+        logits = target_out.logits(hidden_BQD.flatten(0, 1)[slots.flat_R], self.d2t_W)
         config = self.config
         return score(
-            logits_RW, slots, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov,
+            logits, slots, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov,
             depths=config.block,
         )  # fmt: skip
 

@@ -157,7 +157,7 @@ class Eagle(nn.Module):
             feature_BTD = feature_BTD + self.draw_noise(batch).to(feature_BTD.dtype)
         outputs = autoregression.unroll(self, target_out.embed, feature_BTD, batch, rows, config.steps, detach=True)
         for depth, feature_RD in enumerate(outputs, 1):
-            scorer.add(depth, target_out.head(feature_RD, self.d2t_W), feature_RD)
+            scorer.add(depth, target_out.logits(feature_RD, self.d2t_W), feature_RD)
         return scorer.terms()
 
     forward = loss

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..losses.distill import Oov
+from ..losses.distill import ByHead, Oov
 from ..losses.objective import parse_objective
 from . import autoregression
 from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
@@ -196,7 +196,7 @@ class Eagle3(nn.Module):
         feature_BTD = self.fuse(target_out.taps_BTPD.to(self.fc.weight.dtype))
         outputs = autoregression.unroll(self, target_out.embed, feature_BTD, batch, rows, config.steps)
         for depth, hidden_RD in enumerate(outputs, 1):
-            scorer.add(depth, self.lm_head(self.norm(hidden_RD)))
+            scorer.add(depth, ByHead.of(self.norm(hidden_RD), self.lm_head.weight))
         return scorer.terms()
 
     forward = loss

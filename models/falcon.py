@@ -265,9 +265,9 @@ class Falcon(nn.Module):
         assert out.head is not None and out.last_hidden_BTD is not None
         on_rows = tuple(term for term in self.objective if term[1] not in ON_FEATURES)
         feature_RD = feature_BQD.flatten(0, 1)[slots.flat_R]
-        logits_RW = out.head(feature_RD, self.d2t_W)
+        logits = out.logits(feature_RD, self.d2t_W)
         depths = self.config.block * self.config.rounds
-        terms = score(logits_RW, slots, batch, out, self.d2t_W, self.t2d_V, on_rows, self.config.oov, depths=depths)
+        terms = score(logits, slots, batch, out, self.d2t_W, self.t2d_V, on_rows, self.config.oov, depths=depths)
         true_RD = take(out.last_hidden_BTD, slots.label_BQ - 1).flatten(0, 1)[slots.flat_R]
         weight_R = slots.weight_BQ.flatten()[slots.flat_R]
         for factor, name in self.objective:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..losses.distill import Oov
+from ..losses.distill import ByHead, Oov
 from ..losses.objective import parse_objective
 from . import autoregression
 from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
@@ -171,10 +171,10 @@ class Hydra(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    def predict(self, head: int, state_XD: Tensor, embed_XKD: Tensor, keep_LXD: Tensor | None = None) -> Tensor:
-        """Logits [X, W] of one head (0-based), which reads the first head + 1 embeddings."""
+    def read(self, head: int, state_XD: Tensor, embed_XKD: Tensor, keep_LXD: Tensor | None = None) -> Tensor:
+        """What one projection (0-based) reads [X, D], of the state and the first head + 1 embeddings."""
         joined_XC = torch.cat([state_XD, embed_XKD[:, : head + 1].to(state_XD.dtype).flatten(1)], dim=-1)
-        return self.lm_heads[head](self.heads[head](joined_XC, keep_LXD))
+        return self.heads[head](joined_XC, keep_LXD)
 
     # Training
 
@@ -199,7 +199,10 @@ class Hydra(nn.Module):
         embed_RKD = target_out.embed(tokens_RK)
         for depth, pairs_R in enumerate(rows.pairs, 1):
             keep_LRD = self.draw_dropout(batch, rows, depth, pairs_R) if self.training and config.dropout else None
-            scorer.add(depth, self.predict(depth - 1, state_RD[pairs_R], embed_RKD[pairs_R], keep_LRD))
+            hidden_RD = self.read(depth - 1, state_RD[pairs_R], embed_RKD[pairs_R], keep_LRD)
+            own = self.lm_heads[depth - 1]
+            assert isinstance(own, nn.Linear)
+            scorer.add(depth, ByHead.of(hidden_RD, own.weight, own.bias))
         return scorer.terms()
 
     forward = loss
@@ -230,7 +233,7 @@ class Hydra(nn.Module):
             assert state.prefix is not None
             state_BD = autoregression.start(self.prefix, state.prefix, self.target_embed, commit, hidden_BTD)
         path_B1K = F.pad(commit.anchor_B[:, None, None], (0, self.config.heads - 1))
-        logits_BW = self.predict(0, state_BD, self.target_embed(path_B1K[:, 0]))
+        logits_BW = self.lm_heads[0](self.read(0, state_BD, self.target_embed(path_B1K[:, 0])))
         level = make_level(logits_BW[:, None], (commit.counts_B > 0)[:, None], self.d2t_W, self.facts.tokens)
         return HydraState(state.prefix, state_BD, path_B1K, 0), level
 
@@ -244,7 +247,8 @@ class Hydra(nn.Module):
         more = depth < self.config.heads
         if more:
             state_XD = state.state_BD[:, None].expand(-1, n, -1).flatten(0, 1)
-            logits_BNW = self.predict(depth, state_XD, self.target_embed(path_BNK).flatten(0, 1)).view(b, n, -1)
+            hidden_XD = self.read(depth, state_XD, self.target_embed(path_BNK).flatten(0, 1))
+            logits_BNW = self.lm_heads[depth](hidden_XD).view(b, n, -1)
         else:
             logits_BNW = torch.zeros(b, n, self.vocab, dtype=self.dtype, device=tokens_BN.device)
         valid_BN = torch.full_like(tokens_BN, more, dtype=torch.bool)

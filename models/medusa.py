@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.medusa_heads import medusa_heads
-from ..losses.distill import Oov
+from ..losses.distill import ByHead, Logits, Oov
 from ..losses.objective import parse_objective
 from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
 from .layers import (
@@ -115,10 +115,14 @@ class Medusa(nn.Module):
                 weight.copy_(head_rows(target, self.d2t_W))
         self.bind(target)
 
-    def predict(self, head: int, state_XD: Tensor, target_head: TargetHead) -> Tensor:
+    def predict(self, head: int, state_XD: Tensor, out: TargetOut) -> Logits:
         """Logits [X, W] of one head (0-based) for normed target states."""
         hidden_XD = self.blocks[head](state_XD.to(next(self.parameters()).dtype))
-        return self.lm_heads[head](hidden_XD) if self.config.head == "own" else target_head(hidden_XD, self.d2t_W)
+        if self.config.head == "shared":
+            return out.logits(hidden_XD, self.d2t_W)
+        own = self.lm_heads[head]
+        assert isinstance(own, nn.Linear)
+        return ByHead.of(hidden_XD, own.weight)
 
     # Training
 
@@ -136,7 +140,7 @@ class Medusa(nn.Module):
         )
         state_RD = rows.take(target_out.last_hidden_BTD)
         for depth, pairs_R in enumerate(rows.pairs, 1):
-            scorer.add(depth, self.predict(depth - 1, state_RD[pairs_R], target_out.head))
+            scorer.add(depth, self.predict(depth - 1, state_RD[pairs_R], target_out))
         return scorer.terms()
 
     forward = loss

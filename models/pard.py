@@ -147,9 +147,9 @@ class Pard(nn.Module):
         slots = self.slots(batch)
         hidden_BTD = self.read(slots, batch)
         predictions = self.predictions(slots, batch)
-        logits_RW = self.run.head(hidden_BTD.flatten(0, 1)[predictions.flat_R], self.d2t_W)
+        logits = self.run.logits(hidden_BTD.flatten(0, 1)[predictions.flat_R], self.d2t_W)
         config, maps = self.config, (self.d2t_W, self.t2d_V)
-        return score(logits_RW, predictions, batch, target_out, *maps, self.objective, config.oov, depths=config.depths)
+        return score(logits, predictions, batch, target_out, *maps, self.objective, config.oov, depths=config.depths)
 
     forward = loss
 

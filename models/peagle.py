@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..losses.distill import Oov
+from ..losses.distill import ByHead, Oov
 from ..losses.objective import parse_objective
 from .cache import Cache
 from .drafter import Batch, Commit, Level, Prefill, TargetFacts, TargetOut, Terms
@@ -236,9 +236,9 @@ class PEagle(nn.Module):
             context, own = (k_BGXd[:, :, :t], v_BGXd[:, :, :t]), (k_BGXd[:, :, t:], v_BGXd[:, :, t:])
             attended_BHXd = attend_slots(q_BHXd, context, own, mask)
             hidden_BXD = layer.finish(residual_BXD, attended_BHXd.transpose(1, 2).flatten(2))
-        logits_RW = self.lm_head(self.norm(hidden_BXD.flatten(0, 1)[joined.flat_R]))
+        logits = ByHead.of(self.norm(hidden_BXD.flatten(0, 1)[joined.flat_R]), self.lm_head.weight)
         return score(
-            logits_RW, joined, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov,
+            logits, joined, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov,
             depths=config.depths,
         )  # fmt: skip
 

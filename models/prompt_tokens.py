@@ -179,9 +179,9 @@ class PromptTokens(nn.Module):
         hidden_BQD = run_slots(target_out, batch, slots, RULE, self.prompt_embed[index_BQ], self.prefix_kv)
         merged = slots.merge_members()
         hidden_RD = self.gather_members(hidden_BQD).flatten(0, 1)[merged.flat_R]
-        logits_RW = target_out.head(hidden_RD, self.d2t_W)
+        logits = target_out.logits(hidden_RD, self.d2t_W)
         return score(
-            logits_RW,
+            logits,
             merged,
             batch,
             target_out,

@@ -32,7 +32,7 @@ Use, in a method's loss (and the same slots in `denominators`, for they read dat
     ids_BQ = fill(slots, batch, real(slots), mask_id)
     mask = make_mask(slots, batch, MaskRule("exclusive", "full"))
     ... attend_slots(q_BHQd, (k, v) of the context, (k, v) of the slots, mask) ...
-    terms = score(logits_RW, slots, batch, out, ...)          # logits of hidden_BQD.flatten(0, 1)[slots.flat_R]
+    terms = score(logits, slots, batch, out, ...)             # logits of hidden_BQD.flatten(0, 1)[slots.flat_R]
 
 Every draw is keyed by (seed, epoch, sample, position): packing, padding and the number of processes change nothing.
 Where public trainers of one method differ, each reading has a name here: `LEGAL`, `CUTS`, `WEIGHTS`, `DENOMINATORS`,
@@ -52,7 +52,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..losses.distill import Oov, fused_score, make_teacher
+from ..losses.distill import Logits, Oov, Weigh, fused_score, make_teacher, weighed_loss
 from ..losses.objective import Objective
 from .drafter import Batch, TargetOut, Terms
 from .layers import keyed_uniform
@@ -567,7 +567,7 @@ def dpace(chance_R: Tensor, slots: Slots, mix: float = 0.5) -> Tensor:
 
 
 def score(
-    logits_RW: Tensor,
+    logits: Logits,
     slots: Slots,
     batch: Batch,
     out: TargetOut,
@@ -588,23 +588,15 @@ def score(
     flat_R = slots.flat_R
     labels_R = slots.label_ids(batch)
     draft_R = labels_R if t2d_V is None else t2d_V[labels_R]
-    weight_R = slots.weight_BQ.flatten()[flat_R]
-    if weight == "dpace":
-        with torch.no_grad():
-            wide = torch.promote_types(logits_RW.dtype, torch.float32)
-            picked_R = logits_RW.gather(-1, draft_R.clamp(min=0)[:, None])[:, 0].to(wide)
-            chance_R = torch.where(draft_R >= 0, (picked_R - logits_RW.to(wide).logsumexp(-1)).exp(), 0)
-        weight_R = weight_R * dpace(chance_R, slots)
+    own_R = slots.weight_BQ.flatten()[flat_R]
+    weight_R: Tensor | Weigh = (lambda chance_R: own_R * dpace(chance_R, slots)) if weight == "dpace" else own_R
     lost_R: Tensor | None = None
     if out.last_hidden_BTD is None:
         if [name for _, name in objective] != ["ce"]:
             raise ValueError("objective: this method reads no target states, so that only ce is possible")
-        wide = torch.promote_types(logits_RW.dtype, torch.float32)
-        log_q_R = logits_RW.to(wide).log_softmax(-1).gather(-1, draft_R.clamp(min=0)[:, None])[:, 0]
-        log_q_R = torch.where(draft_R >= 0, log_q_R, 0)
-        loss = -(objective[0][0] * weight_R * log_q_R).sum()
-        correct_R = logits_RW.argmax(-1) == draft_R
-        accept_R = torch.where(draft_R >= 0, log_q_R.detach().exp(), 0)
+        loss, scored = weighed_loss(logits, objective, draft_R, weight_R)
+        correct_R = scored.top_T == draft_R
+        accept_R = torch.where(draft_R >= 0, (-scored.ce_T).exp(), 0)
     else:
         assert out.head is not None
         t = batch.ids_BT.shape[1]
@@ -613,9 +605,10 @@ def score(
         log_z_U = None if out.log_z_BT is None else out.log_z_BT.flatten()[states_U]
         top_U = None if out.top_BT is None else out.top_BT.flatten()[states_U]
         hidden_UD = out.last_hidden_BTD.flatten(0, 1)[states_U]
-        bank = make_teacher(out.head, hidden_UD, log_z_U, top_U, d2t_W, t2d_V)
-        loss, scored = fused_score(logits_RW, bank.rows(index_R, draft_R), objective, oov, weight_R)
-        correct_R, accept_R, lost_R = scored.correct_R, scored.accept_R, scored.lost_R
+        states = None if out.by_head is None else out.by_head(hidden_UD, d2t_W)
+        bank = make_teacher(out.head, hidden_UD, log_z_U, top_U, d2t_W, t2d_V, states=states, reads=len(index_R))
+        loss, told = fused_score(logits, bank.rows(index_R, draft_R), objective, oov, weight_R)
+        correct_R, accept_R, lost_R = told.correct_R, told.accept_R, told.lost_R
     terms = Terms({"slots": loss}, accept_R=accept_R)
     group_R, groups, largest = _chains(slots)
     depths = max(depths or 0, largest)

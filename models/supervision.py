@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..losses.distill import ON_FEATURES, Oov, Scored, Teacher, fused_score, make_teacher
+from ..losses.distill import ON_FEATURES, Logits, Oov, Scored, Teacher, fused_score, make_teacher
 from ..losses.objective import Objective
 from .drafter import Batch, TargetOut, Terms, supervised
 from .layers import keyed_uniform
@@ -107,7 +107,9 @@ class Scorer:
         log_z_R = None if out.log_z_BT is None else rows.take(out.log_z_BT, 1)
         top_R = None if out.top_BT is None else rows.take(out.top_BT, 1)
         self.hidden_RD = rows.take(out.last_hidden_BTD, 1)  # row i: the state after the anchor of rows.flat_R[i]
-        self.teacher = make_teacher(out.head, self.hidden_RD, log_z_R, top_R, d2t_W, t2d_V)
+        states = None if out.by_head is None else out.by_head(self.hidden_RD, d2t_W)
+        reads = sum(map(len, rows.pairs))
+        self.teacher = make_teacher(out.head, self.hidden_RD, log_z_R, top_R, d2t_W, t2d_V, states=states, reads=reads)
         tokens_R = rows.take(batch.ids_BT, 2)
         self.labels_R = tokens_R if t2d_V is None else t2d_V[tokens_R]
         self.terms_ = Terms({})
@@ -120,11 +122,11 @@ class Scorer:
         index_R = self.rows.pairs[depth - 1] + depth - 1
         return self.teacher.rows(index_R, self.labels_R[index_R])
 
-    def add(self, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
-        """Score the logits (and predicted features) of the rows `rows.pairs[depth - 1]`."""
+    def add(self, depth: int, logits: Logits, feature_RD: Tensor | None = None) -> None:
+        """Score the logits [R, W] (and predicted features) of the rows `rows.pairs[depth - 1]`."""
         pairs_R = self.rows.pairs[depth - 1]
         on_rows = tuple(term for term in self.objective if term[1] not in ON_FEATURES)
-        loss, scored = fused_score(logits_RW, self.teacher_of(depth), on_rows, self.oov)
+        loss, scored = fused_score(logits, self.teacher_of(depth), on_rows, self.oov)
         for factor, name in self.objective:
             if name in ON_FEATURES:
                 assert feature_RD is not None

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
 from transformers.utils import cached_file, logging
 
+from ..losses.distill import ByHead, Logits
 from .cache import Cache, PrefixCache
 from .drafter import Batch, TargetFacts, TargetOut
 from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
@@ -252,32 +253,34 @@ class Target(nn.Module):
                 handle.remove()
         return States(out.last_hidden_state, torch.stack([streams[k] for k in taps], dim=2) if taps else None)
 
+    def _rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None, Product | None]:
+        """Weight and bias of the head's rows `ids`, and the lean product where this pass may use one."""
+        head = self._head[0]
+        lean = self.runner == "lean" and not torch.is_grad_enabled()
+        if ids is None:
+            if not lean:
+                return head.weight, head.bias, None
+            if self._head_product is None or self._head_product[0] != mark(head.weight):
+                self._head_product = mark(head.weight), packed_product(head.weight, head.bias)
+            return head.weight, head.bias, self._head_product[1]
+        if head.weight.requires_grad:  # rows that learn are read anew
+            return head.weight[ids], None if head.bias is None else head.bias[ids], None
+        kept = self._head_rows
+        # The same ids if they are the same tensor, which nobody wrote to: the device is not asked.
+        same = kept is not None and kept[0] is ids and not ids.is_inference()
+        marks = mark(ids), mark(head.weight)
+        if kept is None or not same or kept[1] != marks:
+            with torch.inference_mode(False):  # kept, and read by passes with gradients too
+                bias = None if head.bias is None else head.bias[ids]
+                rows = head.weight[ids]
+                packed = packed_product(rows, bias) if self.runner == "lean" else None
+                kept = self._head_rows = (ids, marks, rows, bias, packed)
+        return kept[2], kept[3], kept[4] if lean else None
+
     def head(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits of `last_hidden` states [..., D], softcap and scale included: [..., V], or [..., W] for the rows
         `ids` (int64 [W]) only. Computed and returned in the target's dtype."""
-        head = self._head[0]
-        product = None
-        if ids is None:
-            weight, bias = head.weight, head.bias
-            if self.runner == "lean" and not torch.is_grad_enabled():
-                if self._head_product is None or self._head_product[0] != mark(weight):
-                    self._head_product = mark(weight), packed_product(weight, bias)
-                product = self._head_product[1]
-        elif head.weight.requires_grad:  # rows that learn are read anew
-            weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
-        else:
-            kept = self._head_rows
-            # The same ids if they are the same tensor, which nobody wrote to: the device is not asked.
-            same = kept is not None and kept[0] is ids and not ids.is_inference()
-            marks = mark(ids), mark(head.weight)
-            if kept is None or not same or kept[1] != marks:
-                with torch.inference_mode(False):  # kept, and read by passes with gradients too
-                    bias = None if head.bias is None else head.bias[ids]
-                    rows = head.weight[ids]
-                    packed = packed_product(rows, bias) if self.runner == "lean" else None
-                    kept = self._head_rows = (ids, marks, rows, bias, packed)
-            _, _, weight, bias, product = kept
-            product = None if torch.is_grad_enabled() or self.runner == "hf" else product
+        weight, bias, product = self._rows(ids)
         # Flat: of some rows of a batch (a view), `linear` would copy the whole weight (4 ms for 8,192 rows of 576).
         flat = hidden.to(weight.dtype).reshape(-1, hidden.shape[-1])
         logits = nn.functional.linear(flat, weight, bias) if product is None else product(flat)
@@ -289,6 +292,24 @@ class Target(nn.Module):
             logits = logits / getattr(config, family.divide)
         softcap = None if family.softcap is None else getattr(config, family.softcap)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def by_head(self, hidden_RD: Tensor, ids: Tensor | None = None) -> ByHead | None:
+        """`head` as states and rows, for losses that form no logits; a scale goes into states and bias. None with a
+        softcap, which is not linear."""
+        config, family = self.model.config, self._family
+        if family.softcap is not None and getattr(config, family.softcap) is not None:
+            return None
+        factor = 1.0 if family.scale is None else float(getattr(config, family.scale))
+        factor = factor if family.divide is None else factor / float(getattr(config, family.divide))
+        weight, bias, _ = self._rows(ids)
+        if factor != 1:
+            hidden_RD, bias = hidden_RD.to(weight.dtype) * factor, None if bias is None else bias * factor
+        return ByHead.of(hidden_RD, weight, bias)
+
+    def logits(self, hidden_RD: Tensor, ids: Tensor | None = None) -> Logits:
+        """`by_head`, or where it is None `head`."""
+        rows = self.by_head(hidden_RD, ids)
+        return self.head(hidden_RD, ids) if rows is None else rows
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., D] of int64 ids, with the family's scale where it has one."""
@@ -377,7 +398,10 @@ def live_states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
         )
     last_hidden_BTD = out.last_hidden_BTD if {"last_hidden", "teacher"} & needs else None
     forward = target.forward if "module" in needs else None
-    return TargetOut(out.taps_BTPD, last_hidden_BTD, head=target.head, embed=target.embed, forward=forward, kv=cache)
+    return TargetOut(
+        out.taps_BTPD, last_hidden_BTD, head=target.head, by_head=target.by_head, embed=target.embed, forward=forward,
+        kv=cache,
+    )  # fmt: skip
 
 
 def load_target(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.losses.distill import Logits, formed
 from draftsmith.models.drafter import Batch, TargetOut
 
 
@@ -49,8 +50,8 @@ def spied_loss(drafter: Any, batch: Batch, out: TargetOut, monkeypatch: Any) -> 
     module: Any = sys.modules[type(drafter).__module__]
     real_score = module.score
 
-    def spy(logits_RW: Tensor, slots: Any, *rest: Any, **named: Any) -> Any:
-        seen.append((logits_RW.detach(), slots))
+    def spy(logits_RW: Logits, slots: Any, *rest: Any, **named: Any) -> Any:
+        seen.append((formed(logits_RW).detach(), slots))
         return real_score(logits_RW, slots, *rest, **named)
 
     with monkeypatch.context() as patch:

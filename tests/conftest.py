@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.losses.distill import Logits, formed
 from draftsmith.models.drafter import Level, TargetFacts
 from draftsmith.models.pretrained import tiny_target, tiny_tokenizer
 from draftsmith.models.supervision import Scorer
@@ -194,9 +195,9 @@ def logits_of_training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[di
         add, repeat, module = Scorer.add, Scorer.repeat, sys.modules[type(drafter).__module__]
         score = getattr(module, "score", None)
 
-        def of_depth(self: Scorer, depth: int, logits_RW: torch.Tensor, feature_RD: Any = None) -> None:
+        def of_depth(self: Scorer, depth: int, logits_RW: Logits, feature_RD: Any = None) -> None:
             flat_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
-            seen[depth] = {int(f): row.detach() for f, row in zip(flat_R, logits_RW, strict=True)}
+            seen[depth] = {int(f): row for f, row in zip(flat_R, formed(logits_RW).detach(), strict=True)}
             add(self, depth, logits_RW, feature_RD)
 
         def again(self: Scorer, depth: int) -> None:
@@ -204,11 +205,11 @@ def logits_of_training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[di
             seen[depth] = {int(f): seen[1][int(f) + depth - 1] for f in flat_R}
             repeat(self, depth)
 
-        def of_slots(logits_RW: torch.Tensor, slots: Any, batch: Any, *rest: Any, **options: Any) -> Any:
+        def of_slots(logits_RW: Logits, slots: Any, batch: Any, *rest: Any, **options: Any) -> Any:
             row_R = slots.flat_R // slots.label_BQ.shape[1]
             label_R, drafted_R = (x.flatten()[slots.flat_R] for x in (slots.label_BQ, slots.drafted_BQ))
             state_R = row_R * batch.ids_BT.shape[1] + label_R - drafted_R - 1
-            for depth, state, row in zip(drafted_R.tolist(), state_R.tolist(), logits_RW, strict=True):
+            for depth, state, row in zip(drafted_R.tolist(), state_R.tolist(), formed(logits_RW), strict=True):
                 seen.setdefault(depth, {})[state] = row.detach()
             assert score is not None
             return score(logits_RW, slots, batch, *rest, **options)

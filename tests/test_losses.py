@@ -4,18 +4,21 @@ pytest tests/test_losses.py
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.kernels import linear_loss
 from draftsmith.losses.distill import (
     ON_DISTRIBUTIONS,
     ON_FEATURES,
     OOV,
+    ByHead,
+    Oov,
     Rows,
     Teacher,
-    _Fused,
     accept,
     feature_smooth_l1,
     fused_score,
@@ -166,27 +169,77 @@ def test_reduced_vocabulary(oov: str, captured: bool) -> None:
 
 @pytest.mark.parametrize("oov", OOV)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("objective", ["kl", "0.9*kl + 0.1*ce", "0.9*kl + 0.1*ce + 0.5*lk"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_fused_equals_plain(oov: str, dtype: torch.dtype, objective: str, weighted: bool) -> None:
-    """fp32 to 1e-6 of the values' size; bf16 logits to 2e-2, the rounding of the stored gradient."""
+@pytest.mark.parametrize("objective", ["kl", "0.9*kl + 0.1*ce + 0.5*lk", "topk_ce + 0.1*jsd"])
+@pytest.mark.parametrize("weighted", ["no", "known", "by_chance"])
+def test_fused_equals_plain(
+    oov: Oov, dtype: torch.dtype, objective: str, weighted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits as a tensor, and by a head that learns: fp32 to 1e-6 of the values' size; bf16 logits to 2e-2, the rounding
+    of the stored gradient."""
     torch.manual_seed(4)
-    r, w = 37, 2**17  # two rows per block and an odd one at the end
-    teacher, _, _ = random_teacher(r, w // 1024, w // 512, dtype)
-    terms = parse_objective(objective)
-    logits_RW = torch.randn(r, w // 1024).to(dtype).requires_grad_()
+    r, w, d = 37, 128, 24
+    teacher, _, _ = random_teacher(r, w, 2 * w, dtype)
+    terms, row_R = parse_objective(objective), torch.rand(r)
+    hidden_RD, weight_WD = (
+        torch.randn(r, d).to(dtype).requires_grad_(),
+        (torch.randn(w, d) / 5).to(dtype).requires_grad_(),
+    )
+    logits_RW = (hidden_RD @ weight_WD.T).detach().requires_grad_()
     plain = score_rows(logits_RW, teacher, terms, oov)
-    weight_R = torch.rand(r) if weighted else None
-    sum_ = (plain.value_R * (1.0 if weight_R is None else weight_R)).sum()
-    (want,) = torch.autograd.grad(3 * sum_, logits_RW)
-    for block in (2, 2**18):
-        total, correct_R, accept_R, lost_R = _Fused.apply(logits_RW, teacher, terms, oov, block, weight_R)
-        (got,) = torch.autograd.grad(3 * total, logits_RW)
-        torch.testing.assert_close(total, sum_, rtol=1e-6, atol=0)
-        torch.testing.assert_close(got, want, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=1e-7)
-        assert torch.equal(correct_R, plain.correct_R)
-        torch.testing.assert_close(accept_R, plain.accept_R)
-        torch.testing.assert_close(lost_R, plain.lost_R)
+    wide_RW = logits_RW.detach().float()
+    chance_R = (
+        wide_RW.softmax(-1).gather(-1, teacher.label_R.clamp(min=0)[:, None])[:, 0].where(teacher.label_R >= 0, 0)
+    )
+    weight_R = {"no": torch.ones(r), "known": row_R, "by_chance": row_R * (1 - chance_R)}[weighted]
+    weight: Any = {"no": None, "known": row_R, "by_chance": lambda chance_R: row_R * (1 - chance_R)}[weighted]
+    sum_ = (plain.value_R * weight_R).sum()
+    (want_RW,) = torch.autograd.grad(3 * sum_, logits_RW)
+    near = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for cached in (2 * w, 2**17):  # two rows per block and an odd one at the end; all
+        monkeypatch.setattr(linear_loss, "CACHED", cached)
+        total, scored = fused_score(logits_RW, teacher, terms, oov, weight)
+        (got_RW,) = torch.autograd.grad(3 * total, logits_RW)
+        torch.testing.assert_close(total, sum_, rtol=2e-6, atol=0)
+        torch.testing.assert_close(got_RW, want_RW, **near)
+        total, by_head = fused_score(ByHead(hidden_RD, weight_WD), teacher, terms, oov, weight)
+        torch.testing.assert_close(total, sum_, rtol=2e-6 if dtype == torch.float32 else 2e-2, atol=0)
+        got = torch.autograd.grad(3 * total, (hidden_RD, weight_WD))
+        torch.testing.assert_close(got[0], want_RW @ weight_WD.detach(), **near)
+        torch.testing.assert_close(got[1], want_RW.T @ hidden_RD.detach(), **near)
+        for one in (scored, by_head):
+            assert torch.equal(one.correct_R, plain.correct_R)
+            torch.testing.assert_close(one.accept_R, plain.accept_R)
+            torch.testing.assert_close(one.lost_R, plain.lost_R)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_bank_is_kept_where_it_is_read_again(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows read once, or too many bytes: the teacher's logits are made of its states at every read, to the same figures."""
+    torch.manual_seed(5)
+    hidden_UD, table_VD, index_R = torch.randn(9, 8), torch.randn(30, 8), torch.randint(0, 9, (14,))
+    log_z_U, top_U = (hidden_UD @ table_VD.T).logsumexp(-1), (hidden_UD @ table_VD.T).argmax(-1)
+    capture = (log_z_U, top_U) if captured else (None, None)
+    logits = ByHead(torch.randn(14, 8, requires_grad=True), torch.randn(30, 8))
+
+    def made(reads: int) -> Teacher:
+        states = ByHead(hidden_UD, table_VD)
+        head = lambda h, ids: h @ table_VD.T  # noqa: E731
+        return make_teacher(head, hidden_UD, *capture, None, None, states=states, reads=reads)
+
+    kept, once = made(14), made(9)
+    assert isinstance(kept.bank, Tensor) and isinstance(once.bank, ByHead)
+    monkeypatch.setattr("draftsmith.losses.distill.BANK_BYTES", 9 * 30 * 4 - 1)
+    assert isinstance(made(14).bank, ByHead)
+    label_R = torch.randint(-1, 30, (14,))
+    for bank in (kept, once):
+        teacher = bank.rows(index_R, label_R)
+        total, scored = fused_score(logits, teacher, ((1.0, "kl"),), "renormalise")
+        plain = score_rows(logits.hidden_RD @ logits.weight_WD.T, teacher, ((1.0, "kl"),), "renormalise")
+        torch.testing.assert_close(total, plain.value_R.sum())
+        torch.testing.assert_close((scored.accept_R, scored.correct_R), (plain.accept_R, plain.correct_R))
+        torch.testing.assert_close(scored.lost_R, plain.lost_R, atol=1e-6, rtol=0)
+        tensor, _ = fused_score(logits.hidden_RD @ logits.weight_WD.T, teacher, ((1.0, "kl"),), "renormalise")
+        torch.testing.assert_close(tensor, total)
 
 
 def test_no_rows() -> None:

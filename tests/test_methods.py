@@ -13,9 +13,13 @@ import torch
 import torch.nn.functional as F
 from batches import one_row
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from draftsmith.kernels import linear_loss
+from draftsmith.losses import distill
+from draftsmith.losses.distill import Logits, formed
 from draftsmith.models import METHODS, supervision
 from draftsmith.models import slots as slot_rules
 from draftsmith.models.drafter import Batch, Commit, Prefill, TargetOut
@@ -89,18 +93,18 @@ def scored_pairs(
     def spy(place: Any) -> None:
         fused = place.fused_score
 
-        def watch(logits_RW: Tensor, teacher: Any, *rest: Any) -> Any:
-            teachers.append(teacher.logits_UW[teacher.index_R])
-            return fused(logits_RW, teacher, *rest)
+        def watch(logits: Logits, teacher: Any, *rest: Any) -> Any:
+            teachers.append(teacher.logits())
+            return fused(logits, teacher, *rest)
 
         monkeypatch.setattr(place, "fused_score", watch)
 
-    def of_depth(self: Scorer, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
+    def of_depth(self: Scorer, depth: int, logits_RW: Logits, feature_RD: Tensor | None = None) -> None:
         states_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
         places.append(([depth] * len(states_R), states_R.tolist(), (states_R + 1 + depth).tolist()))
         add(self, depth, logits_RW, feature_RD)
 
-    def of_slots(logits_RW: Tensor, slots: Any, *rest: Any, **options: Any) -> Any:
+    def of_slots(logits_RW: Logits, slots: Any, *rest: Any, **options: Any) -> Any:
         label_R, drafted_R = (x.flatten()[slots.flat_R] for x in (slots.label_BQ, slots.drafted_BQ))
         places.append((drafted_R.tolist(), (label_R - drafted_R - 1).tolist(), label_R.tolist()))
         return score(logits_RW, slots, *rest, **options)
@@ -147,16 +151,18 @@ def test_oracle_logits_cost_nothing_and_every_weight_learns(method: str, target:
     add, module = Scorer.add, sys.modules[type(drafter).__module__]
     score = getattr(module, "score", None)
 
-    def oracle(self: Scorer, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
+    def oracle(self: Scorer, depth: int, logits_RW: Logits, feature_RD: Tensor | None = None) -> None:
         t_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
-        logits_RW = logits_RW.detach() * 0 + 60.0 * F.one_hot(t_R + 1 + depth, logits_RW.shape[-1])
-        add(self, depth, logits_RW.requires_grad_(), feature_RD)
+        zeros_RW = formed(logits_RW).detach() * 0
+        oracle_RW = zeros_RW + 60.0 * F.one_hot(t_R + 1 + depth, zeros_RW.shape[-1])
+        add(self, depth, oracle_RW.requires_grad_(), feature_RD)
 
-    def slot_oracle(logits_RW: Tensor, slots: Any, *rest: Any, **options: Any) -> Any:
+    def slot_oracle(logits_RW: Logits, slots: Any, *rest: Any, **options: Any) -> Any:
         labels_R = slots.label_BQ.flatten()[slots.flat_R]
-        logits_RW = logits_RW.detach() * 0 + 60.0 * F.one_hot(labels_R, logits_RW.shape[-1])
+        zeros_RW = formed(logits_RW).detach() * 0
+        oracle_RW = zeros_RW + 60.0 * F.one_hot(labels_R, zeros_RW.shape[-1])
         assert score is not None
-        return score(logits_RW.requires_grad_(), slots, *rest, **options)
+        return score(oracle_RW.requires_grad_(), slots, *rest, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Scorer, "add", oracle)
@@ -333,6 +339,41 @@ def test_run_length_counts_leading_hits_of_complete_rows(target: Target) -> None
 
 
 @pytest.mark.parametrize("method", DEPTHS)
+def test_no_logits_of_all_rows(method: str, target: Target, monkeypatch: Any) -> None:
+    """Losses, gradients and metrics with and without a bank of the target's logits; without one, and with a linear head,
+    no pass of training makes logits of the draft vocabulary for more than a chunk's rows."""
+    torch.manual_seed(6)
+    batch = one_row(torch.randint(3, 250, (24,)).tolist(), list(range(4, 24)))
+    drafter = make(method, target, torch.arange(5, 202)).eval()
+    out = live_states(target, drafter, batch)
+    counts: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            all_ = [x for x in (made if isinstance(made, tuple | list) else [made]) if isinstance(x, Tensor)]
+            shapes = (tuple(x.shape) for x in all_)  # (48, 197) is the head itself
+            counts.extend(shape[0] for shape in shapes if shape[1:] == (197,) and shape[0] != 48)
+            return made
+
+    found = []
+    for bank in (2**28, 0):
+        monkeypatch.setattr(distill, "BANK_BYTES", bank)
+        monkeypatch.setattr(linear_loss, "job_rows", lambda *_: 4)
+        drafter.zero_grad(set_to_none=True)
+        counts.clear()
+        with Watch():
+            terms = drafter(batch, out, 0.0)
+            sum(terms.losses.values()).backward()
+        found.append((terms, {name: p.grad for name, p in drafter.named_parameters()}))
+    assert (max(counts) <= 4) == (method != "dspark")  # its slot head adds to logits
+    (one, grads), (two, others) = found
+    torch.testing.assert_close(one.losses, two.losses)
+    torch.testing.assert_close(one.metrics, two.metrics)
+    torch.testing.assert_close(grads, others, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", DEPTHS)
 def test_captured_log_z_and_top_give_the_same_loss(method: str, target: Target) -> None:
     torch.manual_seed(6)
     batch = one_row(torch.randint(3, 250, (20,)).tolist(), list(range(6, 20)))
@@ -374,7 +415,8 @@ def test_medusa_starts_from_the_targets_own_head(target: Target) -> None:
             torch.nn.init.zeros_(layer.bias)
     assert len({p.data_ptr() for p in drafter.parameters()}) == len(list(drafter.parameters())) == 3 * (2 * 2 + 1)
     hidden = torch.randn(5, 48)
-    torch.testing.assert_close(drafter.predict(2, hidden, target.head), target.head(hidden)[:, 3:90])
+    said = formed(drafter.predict(2, hidden, TargetOut(head=target.head)))
+    torch.testing.assert_close(said, target.head(hidden)[:, 3:90])
     shared = make("medusa", target, torch.arange(3, 90), head="shared")
     assert not any("lm_head" in name for name, _ in shared.named_parameters())
 
@@ -386,7 +428,8 @@ def test_hydra_starts_from_the_targets_own_head(target: Target) -> None:
             torch.nn.init.zeros_(layer.bias)
     hidden, embeds = torch.randn(5, 48), torch.randn(5, 3, 48)
     for i in range(3):
-        torch.testing.assert_close(drafter.predict(i, hidden, embeds), target.head(hidden))
+        said = drafter.lm_heads[i](drafter.read(i, hidden, embeds))
+        torch.testing.assert_close(said, target.head(hidden))
     torch.testing.assert_close(drafter.prefix.finish(hidden, torch.randn(5, 48)), hidden)
 
 
@@ -601,9 +644,9 @@ def test_deep_share_trains_a_part_of_the_rows_with_the_same_logits(target: Targe
     seen: list[dict[tuple[int, int], Tensor]] = []
     add = Scorer.add
 
-    def spy(self: Scorer, depth: int, logits_RW: Tensor, feature_RD: Tensor | None = None) -> None:
+    def spy(self: Scorer, depth: int, logits_RW: Logits, feature_RD: Tensor | None = None) -> None:
         flat_R = self.rows.flat_R[self.rows.pairs[depth - 1]]
-        seen[-1] |= {(depth, int(f)): row.detach() for f, row in zip(flat_R, logits_RW, strict=True)}
+        seen[-1] |= {(depth, int(f)): row for f, row in zip(flat_R, formed(logits_RW).detach(), strict=True)}
         add(self, depth, logits_RW, feature_RD)
 
     monkeypatch.setattr(Scorer, "add", spy)

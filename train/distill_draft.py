@@ -189,7 +189,7 @@ def states(
     """The usable samples, and a function that gives the target's states of a batch of them."""
     needs_last = bool({"last_hidden", "teacher"} & drafter.loss_needs)
     if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
-        return samples, lambda batch: TargetOut(head=target.head, embed=target.embed)
+        return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed)
     if config.states.source == "captured" and samples:
         place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
         store = capture(
@@ -205,7 +205,7 @@ def states(
         )
 
         def stored(batch: Batch) -> TargetOut:
-            return dataclasses.replace(store.fill(batch), head=target.head, embed=target.embed)
+            return dataclasses.replace(store.fill(batch), head=target.head, by_head=target.by_head, embed=target.embed)
 
         return store.usable(samples), stored
 
