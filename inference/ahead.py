@@ -3,7 +3,9 @@
 The host gives step s + 1 to the device, then reads what step s committed, and hands it to the requests, whose rules of
 stopping are the only ones. A request that ended in step s runs through step s + 1 in vain; what that gave it is dropped.
 On a GPU a step is captured in a CUDA graph per number of rows, kind of request and slots read (powers of two), after
-some that ran as they are, which compiles kernels and makes the libraries' workspaces.
+some that ran as they are, which compiles kernels and makes the libraries' workspaces. Before every replay it is looked
+whether weights, modules and adapters are those that were captured (inference/watch.py): if not, graphs are forgotten and
+captured anew; while hooks listen, steps run as they are.
 
 Part of inference/engine.py; the step itself: inference/device_step.py. Tests: tests/test_device_step.py.
 """
@@ -16,12 +18,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .commit import Event, Request
 from .decode import DecodeConfig
 from .device_step import DeviceStep, Held, caches_of, put, rule_of, why_on_host
 from .trees import BROKEN, Plan
+from .watch import Watch
 
 EAGER = 4  # steps of a kind that run as they are before one is captured: short answers are not worth it
 SHORTEST = 256  # slots that passes read, at least; beyond it the next power of two
@@ -60,6 +63,8 @@ class Ahead:
         self.pending: deque[_Pending] = deque()
         self._held: dict[Any, Held] = {}
         self._pool: Any = None
+        self._watch: Watch | None = None
+        self._kept: list[Any] = []  # what graphs read and nobody else may keep alive
 
     @property
     def name(self) -> str:
@@ -157,6 +162,7 @@ class Ahead:
         """Forget everything, after a step that failed."""
         self.pending.clear()
         self._held, self.rows = {}, None
+        self._kept.clear()
         engine.cache.reach = None
 
     def _launch(self, engine: Any) -> None:
@@ -183,7 +189,7 @@ class Ahead:
 
     def _run(self, held: Held, reach: tuple[int, ...]) -> None:
         """The step: as it is the first time, and where its commit has a prompt's shape; then from a graph."""
-        if not self.graphs or held.given is not None:
+        if not self.graphs or held.given is not None or self._differs():
             self.step(held)
         elif (done := held.graphs.get(reach, 0)) in range(EAGER):
             held.graphs[reach] = done + 1
@@ -195,6 +201,19 @@ class Ahead:
                 held.graphs[reach].replay()
             else:
                 self.step(held)
+
+    def _differs(self) -> bool:
+        """Whether a replay would not be the step, because something listens to modules. Graphs of weights, modules or
+        adapters that are no more are forgotten."""
+        if self._watch is None or self._watch.changed():
+            if self._kept:
+                torch.cuda.synchronize()  # one of the graphs may be running
+            for held in self._held.values():
+                held.graphs.clear()
+            self._kept.clear()
+            drafter = self.step.drafter
+            self._watch = Watch(*(part for part in (self.step.target.model, drafter) if isinstance(part, nn.Module)))
+        return self._watch.heard()
 
     def _alongside(self, held: Held) -> None:
         """The step on a stream of its own, as what will be captured has to be tried."""
@@ -215,6 +234,7 @@ class Ahead:
         except RuntimeError as error:
             self.graphs, self.note = False, f"no CUDA graph: {str(error).splitlines()[0]}"
             return None
+        self._kept.append(self.step.target.operands)
         return graph
 
     def read(self, requests: Sequence[Request]) -> list[Event]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.unmask import Statistics
+from ..kernels.unmask import Statistics, choose
 from ..losses.probs import History, ParamRows, SamplingParams
 from ..models.denoiser import Denoiser
 from .branches import FreeDave, Lopa, SelfVerify, rival_fills, surest
@@ -37,7 +37,7 @@ from .selections import Everything
 from .self_verify import SelfVerifying
 from .speculate import check_prompt
 from .step import Step, best, candidates, ranks, too_early
-from .strategies import STRATEGIES, AdaBlock, Confidence, Edit, Pipeline, Remask, Strategy
+from .strategies import STRATEGIES, AdaBlock, Confidence, Edit, Pipeline, Remask, Strategy, rule_of
 
 CacheKind = Literal["auto", "none", "block", "prefix", "dual"]
 
@@ -352,6 +352,8 @@ class _Batch:
         """Score, select, and decide the best place of a row whose first block got none."""
         strategy = self.strategy
         score_BC = strategy.score(step)
+        if (ruled := rule_of(strategy, step)) is not None and step.found is not None:
+            return score_BC, choose(step.found, step.open_BC, *ruled)
         chosen_BC = strategy.select(step, score_BC) & step.open_BC
         if strategy.stop is not None:
             chosen_BC = chosen_BC | (step.open_BC & strategy.stop(step)[:, None])

@@ -25,10 +25,13 @@ class FixedSteps:
     """Passes per block; none = one per place (LLaDA's baseline)."""
 
     def __call__(self, step: Step, score_BC: Tensor) -> Tensor:
+        return step.open_BC & (ranks(score_BC, step.open_BC) < self.count(step)[:, None])
+
+    def count(self, step: Step) -> Tensor:
+        """int64 [B], how many."""
         left_B = step.open_BC.sum(1)
         passes_B = left_B if self.steps is None else (self.steps - step.passes_B).clamp(min=1)
-        count_B = -(-left_B // passes_B.clamp(min=1))
-        return step.open_BC & (ranks(score_BC, step.open_BC) < count_B[:, None])
+        return -(-left_B // passes_B.clamp(min=1))
 
 
 @dataclass(frozen=True)

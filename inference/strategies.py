@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.unmask import Rule
 from .branches import FreeDave, Lopa, SelfVerify
 from .selections import (
     Ascending,
@@ -288,6 +289,30 @@ def strategy_of(name: str, settings: Mapping[str, Any] | None = None) -> Strateg
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
         raise ValueError(f"strategy {name!r} has no setting {next(iter(left))!r}: {hint}")
     return strategy
+
+
+_RULED = {Confidence: "confidence", Margin: "margin", LowEntropy: "entropy"}
+
+
+def rule_of(strategy: Strategy, step: Step) -> tuple[Rule, Tensor | None] | None:
+    """The rule of kernels/unmask.py, with its counts, that decides what score, selection and the loop's best place would,
+    in one go. None where there is none, or where a kernel did not make the pass's statistics."""
+    found, score, select = step.found, _RULED.get(type(strategy.score)), strategy.select
+    if found is None or found.parts is None or strategy.schedule is not None or strategy.stop is not None:
+        return None
+    if score == "confidence" and step.confidence_BC is not found.confidence:
+        return None  # of candidates that were drawn
+    if isinstance(select, FixedSteps) and score is not None:
+        return Rule("count", score), select.count(step)  # type: ignore[arg-type]
+    if isinstance(select, Threshold) and score in ("confidence", "margin"):
+        return Rule("threshold", score, select.threshold), None  # type: ignore[arg-type]
+    if isinstance(select, Factor) and score in ("confidence", "margin"):
+        return Rule("factor", score, select.factor), None  # type: ignore[arg-type]
+    if isinstance(select, EntropyBound) and score == "entropy":
+        return Rule("bound", "entropy", select.bound), None
+    if isinstance(select, Entropy) and score == "entropy":
+        return Rule("threshold", "entropy", select.entropy), None
+    return None
 
 
 def settings_by_slot(strategy: Strategy) -> dict[str, list[str]]:

@@ -33,6 +33,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..kernels import rng
+from ..kernels.jit import runs_on
+from ..kernels.topk import MOST, topk
 from ..losses.probs import History, ParamRows, adjust, draw, probs
 from ..models.drafter import Level
 from ..models.tree import Prompts, Proposal, Tree, hang
@@ -302,12 +304,13 @@ def _pick(
     rows = draft.params.repeat(r)
     flat_XW = logits_BRW.reshape(b * r, w)
     x_XW = adjust(flat_XW, rows, history, d2t_W)
-    x_XW = x_XW if x_XW.dtype == torch.float64 else x_XW.float()
-    if n == 1:
-        best_Xn, ids_Xn = x_XW.max(-1, keepdim=True)
+    if n <= MOST and x_XW.dtype != torch.float64 and runs_on(x_XW):
+        best_Xn, ids_Xn, lse_X = topk(x_XW, n)
     else:
-        best_Xn, ids_Xn = x_XW.topk(n, dim=-1)
-    log_probs_Xn = best_Xn - x_XW.logsumexp(-1, keepdim=True)
+        x_XW = x_XW if x_XW.dtype == torch.float64 else x_XW.float()
+        best_Xn, ids_Xn = x_XW.max(-1, keepdim=True) if n == 1 else x_XW.topk(n, dim=-1)
+        lse_X = x_XW.logsumexp(-1)
+    log_probs_Xn = best_Xn - lse_X[:, None]
     if draft.broken is not None:
         draft.broken.append(best_Xn.isnan().view(b, -1).any(1))
     elif bool(log_probs_Xn.isnan().any()) and bool(flat_XW.isnan().any()):

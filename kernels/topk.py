@@ -2,7 +2,7 @@
 
 What a drafter needs: softmax keeps the order, so the likeliest tokens are those of the largest logits, and the
 log-probability of one is its logit less the log-sum-exp. Equal values rank by index, the lower first, as in a stable
-sort; `torch.topk` leaves that open.
+sort; `torch.topk` leaves that open. NaN is above all, and a row with one has NaN for its log-sum-exp.
 
 The kernel has two stages, for which each logit is read once: the best of every tile of a row by bitonic top-k of 64-bit
 keys (value, then index reversed: no two are equal), then the best of those. Tiles depend on V and k alone, so a row's
@@ -57,6 +57,7 @@ def topk_tile_kernel(
     inside = column < V
     x = tl.load(x_ptr + row * stride_row + column.to(tl.int64) * stride_col, mask=inside, other=-float("inf"))
     x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("nan"))  # of either sign: the largest, as in torch.topk
     best = tl.max(x, 0)
     shift = tl.where(tl.abs(best) == float("inf"), 0.0, best)
     at = row * TILES + tile
@@ -98,7 +99,7 @@ def topk_merge_kernel(
     best = tl.max(peak, 0)
     shift = tl.where(tl.abs(best) == float("inf"), 0.0, best)
     own = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
-    tl.store(lse_ptr + row, shift + tl.log(tl.sum(tl.where(part > 0, part * tl.exp(own - shift), 0.0), 0)))
+    tl.store(lse_ptr + row, shift + tl.log(tl.sum(tl.where(part != 0, part * tl.exp(own - shift), 0.0), 0)))
 
 
 BUILDS = (

@@ -9,6 +9,7 @@ place, the best-scored open one is taken, so that every pass decides something. 
 - fixed (count, confidence); margin (count, margin); threshold (threshold, confidence); factor (factor, confidence);
   entropy_bound (bound, entropy); entropy (threshold, entropy).
 
+Where `statistics` ran as a kernel, `choose` applies these rules to what its first stage left (inference/strategies.py).
 The others use more than a pass's own statistics, and choose in `inference/selections.py`: earlier passes (r2, klass,
 credit, soft), neighbours or the place itself (hierarchy, local_leap, left_prefix), what the candidates are (ascending,
 eos_rejection, adablock), how much of the answer is left (prophet), several blocks (pipeline), decided places (edit,
@@ -70,6 +71,8 @@ class Statistics:
 
     def __init__(self, logits: Tensor, mask_id: int | None = None) -> None:
         self.logits, self.mask_id = logits, mask_id
+        self.parts: tuple[Tensor, Tensor] | None = None
+        """What the kernel's first stage found, for `choose`."""
 
     @cached_property
     def _x(self) -> Tensor:
@@ -163,12 +166,17 @@ def choose_reference(score_BC: Tensor, open_BC: Tensor, rule: Rule, count_B: Ten
     return chosen_BC | (open_BC & (rank_BC == 0) & ~chosen_BC.any(1, keepdim=True))
 
 
+def _score(found: Statistics, rule: Rule) -> Tensor:
+    """The higher the better."""
+    return -found.entropy if rule.score == "entropy" else getattr(found, rule.score)
+
+
 def unmask_reference(
     logits_BCV: Tensor, open_BC: Tensor, rule: Rule, count_B: Tensor | None = None, mask_id: int | None = None
 ) -> Unmasked:
     """The plain form."""
     found = Statistics(logits_BCV, mask_id)
-    score_BC = getattr(found, rule.score) * (-1 if rule.score == "entropy" else 1)
+    score_BC = _score(found, rule)
     chosen_BC = choose_reference(score_BC, open_BC, rule, count_B)
     return Unmasked(chosen_BC, found.best, score_BC, (open_BC & ~chosen_BC).sum(1))
 
@@ -395,7 +403,7 @@ def statistics_triton(
     out_5R = torch.empty(5, rows, dtype=torch.float32, device=logits.device)
     if rows:
         x_BCV = logits if logits.dim() == 3 else logits.reshape(-1, 1, logits.shape[-1])
-        sums_RP4, best_RP = _parts(x_BCV, mask_id, tile, tiles)
+        sums_RP4, best_RP = found.parts = _parts(x_BCV, mask_id, tile, tiles)
         parts = best_RP.shape[1]
         up = triton.next_power_of_2(parts)
         statistics_kernel[(triton.cdiv(rows, block),)](
@@ -416,14 +424,21 @@ def unmask_triton(
     tiles: int = TILES,
 ) -> Unmasked:
     """The kernel; strides of any kind."""
+    if not open_BC.numel():
+        return _ruled(None, open_BC, rule, count_B)
+    return _ruled(_parts(logits_BCV, mask_id, tile, tiles), open_BC, rule, count_B)
+
+
+def _ruled(parts: tuple[Tensor, Tensor] | None, open_BC: Tensor, rule: Rule, count_B: Tensor | None) -> Unmasked:
+    """Stage 2, with the rule; None = there are no places."""
     (b, c), device = open_BC.shape, open_BC.device
     chosen_BC = torch.zeros(b, c, dtype=torch.bool, device=device)
     best_BC = torch.zeros(b, c, dtype=torch.int64, device=device)
     score_BC = torch.zeros(b, c, dtype=torch.float32, device=device)
     left_B = torch.zeros(b, dtype=torch.int64, device=device)
-    if b and c:
-        sums_RP4, best_RP = _parts(logits_BCV, mask_id, tile, tiles)
-        parts, block = best_RP.shape[1], max(16, triton.next_power_of_2(c))
+    if parts is not None:
+        sums_RP4, best_RP = parts
+        count, block = best_RP.shape[1], max(16, triton.next_power_of_2(c))
         unmask_rule_kernel[(b,)](
             sums_RP4,
             best_RP,
@@ -435,10 +450,10 @@ def unmask_triton(
             left_B,
             -rule.value if rule.name == "threshold" and rule.score == "entropy" else rule.value,
             c,
-            parts,
+            count,
             RULE=RULES.index(rule.name),
             SCORE=SCORES.index(rule.score),
-            PARTS_UP=triton.next_power_of_2(parts),
+            PARTS_UP=triton.next_power_of_2(count),
             BLOCK=block,
             num_warps=_warps(block),
         )
@@ -452,6 +467,14 @@ def statistics(logits: Tensor, mask_id: int | None = None) -> Statistics:
     if logits.dtype != torch.float64 and not graded and runs_on(logits):
         return statistics_triton(logits, mask_id)
     return Statistics(logits, mask_id)
+
+
+def choose(found: Statistics, open_BC: Tensor, rule: Rule, count_B: Tensor | None = None) -> Tensor:
+    """bool [B, C]: what `unmask` decides, of statistics that are there ([B, C]). The kernel goes on from its first stage,
+    where it made them."""
+    if found.parts is not None and open_BC.shape[1] <= PLACES:
+        return _ruled(found.parts, open_BC, rule, count_B).chosen_BC
+    return choose_reference(_score(found, rule), open_BC, rule, count_B)
 
 
 def unmask(

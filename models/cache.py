@@ -171,6 +171,10 @@ class Cache(HFCache):
         used = self.kv[..., : self._used, :]
         return write, used[:, 0].unbind(0), used[:, 1].unbind(0)
 
+    def new_slots(self) -> Tensor:
+        """int64 [B, T]: where the pass's new tokens are written."""
+        return self.lengths_B[:, None] + self._offset + self._slots_S[: self._new_BT.shape[1]]
+
     def first_to_end(self) -> int | None:
         """Slot of the pass's first new token, if it is the same in all rows and nothing behind the pass is read; else
         None."""

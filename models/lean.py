@@ -28,10 +28,11 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, silu
 
 from .cache import Cache
 from .families import Parts, windows_of
+from .lean_pass import between_products
 
 Runner = Literal["auto", "lean", "hf"]
 Product = Callable[[Tensor], Tensor]
@@ -39,7 +40,6 @@ Product = Callable[[Tensor], Tensor]
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PACK_BYTES = 4 << 30  # of layers' weights: larger models are not worth a second copy
 PACK_ROWS = 4  # packed for products of this many rows; measured alike from 1 to 16
-BLOCK_ROWS = 32  # query rows that PyTorch's attention on CPUs takes at once; more would differ in low bits by place
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -129,13 +129,6 @@ def some_of(weight: Tensor) -> Tensor:
     """A few numbers of a weight, in fp32."""
     flat = weight.reshape(-1)
     return flat[:: max(1, len(flat) // 4)].float()
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension, rounded where the reference rounds: in fp32 inside, before the weight."""
-    if x.dtype == torch.float64:
-        return rms_norm(x.float(), x.shape[-1:], None, eps).double().mul_(weight)
-    return rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
 
 def _base(module: Any) -> Any:
@@ -307,6 +300,11 @@ class LeanRunner:
         self._marks = self._marked()
         self._seen = self._some()
 
+    @property
+    def operands(self) -> object:
+        """What passes read that was made from the modules' weights; `_bind` makes others."""
+        return self._layers
+
     def hooked_elsewhere(self) -> bool:
         """Whether something listens to modules that this path does not call."""
         return any(map(_hooked, self._passed_by))
@@ -323,119 +321,32 @@ class LeanRunner:
     ) -> tuple[Tensor, Tensor | None]:
         """`last_hidden_BTD` and `taps_BTPD`. With a cache, `see_BTA` None = causal."""
         self._refresh()
-        (b, t), p = positions_BT.shape, 0 if prefix_kv is None else prefix_kv.shape[3]
+        b, t = positions_BT.shape
         h_BTD = self.parts.embed(inputs) if inputs.dim() == 2 else inputs
         if h_BTD.dtype != self.parts.embed.weight.dtype:
             raise ValueError(f"embeddings of {h_BTD.dtype}: this target computes in {self.parts.embed.weight.dtype}")
-        if cache is not None:
-            cache.begin(positions_BT, 0 if see_BTA is None else see_BTA.shape[2] - t - p, prefix_kv)
-        first = 0 if cache is None else cache.first_to_end()
-        causal = t > 1 and see_BTA is None and first == 0
-        groups = self.facts.heads // self.facts.kv_heads
-        fold = groups * t <= BLOCK_ROWS and not causal
-        windows = set(self.facts.windows)
-        masks: dict[int | None, Tensor | None] = {}
-        if see_BTA is None and first is not None and (causal or t == 1):  # nothing to hide but what windows do
-            masks[None] = None
-        for window in windows - masks.keys():
-            mask_B1TS = self._mask(window, see_BTA, positions_BT, cache, p, h_BTD.dtype)
-            masks[window] = mask_B1TS.repeat_interleave(groups, 2) if fold else mask_B1TS
+        cos_sin = cast(Any, self.parts.decoder).rotary_emb(h_BTD, positions_BT)
+        between = between_products(
+            self.facts, self._activation, h_BTD, positions_BT, cos_sin, cache, see_BTA, prefix_kv
+        )
+        eps, final = self.facts.eps, cast(Tensor, self.parts.norm.weight)
         streams: dict[int, Tensor] = {}
-        cos_BTd, sin_BTd = cast(Any, self.parts.decoder).rotary_emb(h_BTD, positions_BT)
         with torch.inference_mode():
-            half = sin_BTd.shape[-1] // 2
-            sin_BTd = torch.cat([-sin_BTd[..., :half], sin_BTd[..., half:]], -1)
-            angles = cos_BTd[:, :, None], sin_BTd[:, :, None]
+            between.begin()
             x_XD = h_BTD.reshape(b * t, -1)
-            store = _Store(cache, prefix_kv, b)
+            normed_XD = between.norm(x_XD, self._layers[0].before.weight, eps)
             for i, layer in enumerate(self._layers):
                 if i in taps:
                     streams[i] = x_XD
-                heads_BTEd = self._heads(layer, x_XD, angles, b, t)
-                q_BTHd, kv_BTKd = heads_BTEd.split([self.facts.heads, 2 * self.facts.kv_heads], 2)
-                k_BKSd, v_BKSd = store.put(i, kv_BTKd.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4))
-                mask = masks[layer.window]
-                seen_XD = attend(q_BTHd, k_BKSd, v_BKSd, mask, fold, causal and mask is None)
-                x_XD = layer.out(seen_XD, b).add_(x_XD)
-                gate_XI, up_XI = layer.gate_up(norm(x_XD, layer.between.weight, self.facts.eps), b).chunk(2, 1)
-                x_XD = layer.down(self._activation(gate_XI).mul_(up_XI), b).add_(x_XD)
+                heads_BTEd = layer.qkv(normed_XD, b).view(b, t, -1, self.facts.head_dim)
+                seen_XD = between.attend(i, heads_BTEd, layer.qk_scale_Ed, layer.window)
+                normed_XD, x_XD = between.add_norm(layer.out(seen_XD, b), x_XD, layer.between.weight, eps)
+                gate_XI, up_XI = layer.gate_up(normed_XD, b).chunk(2, 1)
+                grown_XD = layer.down(between.gated(gate_XI, up_XI), b)
+                after = self._layers[i + 1].before.weight if i + 1 < len(self._layers) else final
+                normed_XD, x_XD = between.add_norm(grown_XD, x_XD, after, eps)
             if len(self._layers) in taps:
                 streams[len(self._layers)] = x_XD
-            last_XD = norm(x_XD, cast(Tensor, self.parts.norm.weight), self.facts.eps)
         # Outside of inference mode again: what is returned may be written to, and kept for gradients.
-        last_BTD = last_XD.view(b, t, -1).clone()
+        last_BTD = normed_XD.view(b, t, -1).clone()
         return last_BTD, torch.stack([streams[k].view(b, t, -1) for k in taps], 2) if taps else None
-
-    def _heads(self, layer: _Layer, x_XD: Tensor, angles: tuple[Tensor, Tensor], b: int, t: int) -> Tensor:
-        """[B, T, E, head_dim] query, key and value heads of a layer's input; queries and keys are rotated."""
-        facts = self.facts
-        heads_BTEd = layer.qkv(norm(x_XD, layer.before.weight, facts.eps), b).view(b, t, -1, facts.head_dim)
-        turn_BTEd = heads_BTEd[:, :, : facts.heads + facts.kv_heads]
-        if layer.qk_scale_Ed is not None:
-            turn_BTEd.copy_(norm(turn_BTEd, layer.qk_scale_Ed, facts.eps))
-        cos_BT1d, sin_BT1d = angles  # the sine has its first half negated, and the halves change places
-        turned_BTEd = torch.roll(turn_BTEd, facts.head_dim // 2, -1).mul_(sin_BT1d)
-        turn_BTEd.mul_(cos_BT1d).add_(turned_BTEd)
-        return heads_BTEd
-
-    def _mask(
-        self,
-        window: int | None,
-        see_BTA: Tensor | None,
-        positions_BT: Tensor,
-        cache: Cache | None,
-        p: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """[B, 1, T, S] what attention adds to its scores: 0 where a key is seen, -inf where not."""
-        b, t = positions_BT.shape
-        if see_BTA is None:
-            see_BTA = torch.ones(t, t, dtype=torch.bool, device=positions_BT.device).tril().expand(b, t, t)
-        if cache is not None:
-            see_B1TS = cache.mask(see_BTA, window)
-        else:
-            if window is not None:
-                near_BTT = positions_BT[:, :, None] - positions_BT[:, None, :] < window
-                see_BTA = see_BTA & pad(near_BTT, (0, p), value=True)
-            see_B1TS = see_BTA[:, None]
-        zeros_B1TS = torch.zeros(see_B1TS.shape, dtype=dtype, device=positions_BT.device)
-        return zeros_B1TS.masked_fill_(~see_B1TS, float("-inf"))
-
-
-class _Store:
-    """Where one pass writes its keys and values, and what it reads: a cache, or nothing kept."""
-
-    def __init__(self, cache: Cache | None, prefix_kv: Tensor | None, b: int) -> None:
-        self.prefix_kv, self.b = None if cache is not None else prefix_kv, b
-        self.write: Callable[[int, Tensor], object] | None = None
-        if cache is not None:
-            self.write, self.keys, self.values = cache.open()
-
-    def put(self, layer: int, new_2BKTd: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a layer's new keys and values; give all that it reads, both [B, kv_heads, S, head_dim]."""
-        if self.write is not None:
-            self.write(layer, new_2BKTd)
-            return self.keys[layer], self.values[layer]
-        if self.prefix_kv is not None:
-            prefix_2BKPd = self.prefix_kv[layer][:, None].expand(-1, self.b, -1, -1, -1)
-            new_2BKTd = torch.cat([new_2BKTd, prefix_2BKPd], 3)
-        return new_2BKTd[0], new_2BKTd[1]
-
-
-def attend(q_BTHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask: Tensor | None, fold: bool, causal: bool) -> Tensor:
-    """[B * T, H * d] attention of H query heads over K key heads.
-
-    `fold`: the queries that share a key head stand below each other, T * H / K rows of it, so that nothing is repeated;
-    `mask` has such rows then. Otherwise keys are repeated. Folded rows all fit one block of the kernel, so that a row's
-    bits do not depend on its place.
-    """
-    b, t, h, d = q_BTHd.shape
-    groups = h // k_BKSd.shape[1]
-    if fold:
-        q_BKXd = q_BTHd.unflatten(2, (-1, groups)).transpose(1, 2).reshape(b, -1, t * groups, d)
-        out_BKXd = scaled_dot_product_attention(q_BKXd, k_BKSd, v_BKSd, attn_mask=mask)
-        return out_BKXd.unflatten(2, (t, groups)).transpose(1, 2).reshape(b * t, h * d)
-    if groups > 1:
-        k_BKSd, v_BKSd = (x.repeat_interleave(groups, 1) for x in (k_BKSd, v_BKSd))
-    out_BHTd = scaled_dot_product_attention(q_BTHd.transpose(1, 2), k_BKSd, v_BKSd, attn_mask=mask, is_causal=causal)
-    return out_BHTd.transpose(1, 2).reshape(b * t, h * d)

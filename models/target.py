@@ -160,6 +160,11 @@ class Target(nn.Module):
         self._runner = runner
 
     @property
+    def operands(self) -> object:
+        """What passes and heads read that was made from the weights and may be made anew; keeps its memory alive."""
+        return self._head_rows, self._head_product, *(runner.operands for runner in self._lean)
+
+    @property
     def layers(self) -> list[Any]:
         """The decoder's layers."""
         return self._tapped[:-1]

@@ -16,9 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -81,6 +83,29 @@ def interpret(names: list[str]) -> list[dict[str, Any]]:
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@contextmanager
+def launches(around: Callable[[], AbstractContextManager[object]] = nullcontext) -> Iterator[list[str]]:
+    """Names of the kernels that are launched meanwhile, interpreted or on a GPU (replays of CUDA graphs are not seen).
+    `around`: entered for every launch."""
+    from draftsmith.kernels.norm import add_norm_kernel
+
+    kind, names = type(add_norm_kernel), list[str]()
+    at = kind.__getitem__
+
+    def launching(kernel: Any, grid: Any) -> Callable[..., Any]:
+        launch = at(kernel, grid)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            names.append(kernel.fn.__name__)
+            with around():
+                return launch(*args, **kwargs)
+
+        return run
+
+    with patch.object(kind, "__getitem__", launching):
+        yield names
 
 
 @dataclass

@@ -28,6 +28,8 @@ BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
 READING = ("tolist", "numpy", "cpu")  # beside the dispatcher
 COPYING = ("tensor", "as_tensor", "from_numpy")  # from the host's memory
 
+_paused = [False]
+
 
 class Asked(AssertionError):
     """The device was asked for a value."""
@@ -36,6 +38,8 @@ class Asked(AssertionError):
 class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
+        if _paused[0]:
+            return func(*args, **(kwargs or {}))
         if name in ASKING or func.__name__ == "repeat_interleave.Tensor":
             raise Asked(f"aten.{func.__name__} waits for the device")
         if name in BY_INDEX and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
@@ -43,11 +47,25 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refusal(name: str) -> Any:
+def _refusal(owner: Any, name: str) -> Any:
+    plain = getattr(owner, name)
+
     def refused(*args: Any, **kwargs: Any) -> Any:
+        if _paused[0]:
+            return plain(*args, **kwargs)
         raise Asked(f"{name} waits for the device")
 
     return refused
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside the guard: what follows would run on the device (a kernel, which the interpreter runs here)."""
+    before, _paused[0] = _paused[0], True
+    try:
+        yield
+    finally:
+        _paused[0] = before
 
 
 @contextmanager
@@ -56,8 +74,8 @@ def no_sync() -> Iterator[None]:
     torch.tensor and their like."""
     with pytest.MonkeyPatch.context() as patch:
         for name in READING:
-            patch.setattr(Tensor, name, _refusal(f"Tensor.{name}"))
+            patch.setattr(Tensor, name, _refusal(Tensor, name))
         for name in COPYING:
-            patch.setattr(torch, name, _refusal(f"torch.{name}"))
+            patch.setattr(torch, name, _refusal(torch, name))
         with _Watch():
             yield

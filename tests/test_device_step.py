@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +13,14 @@ import torch
 from no_sync import Asked, no_sync
 from torch import Tensor
 
-from draftsmith.inference.ahead import Ahead
+from draftsmith.inference.ahead import EAGER, Ahead
 from draftsmith.inference.commit import Request
 from draftsmith.inference.device_step import DeviceStep, Held
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import ParamRows, SamplingParams, allowed, probs
 from draftsmith.models import METHODS
+from draftsmith.models.pretrained import tiny_target
 
 PROMPTS = [[5, 6, 7] * 3, [9], [30, 31, 32, 33, 30, 31], list(range(40, 64)), [5, 6]]
 GREEDY = [SamplingParams(max_new_tokens=n) for n in (14, 9, 1, 17, 12)]
@@ -147,6 +150,75 @@ def test_a_graph_is_captured_once_and_replayed(real: Any, monkeypatch: pytest.Mo
     graph = generate(real, PROMPTS[:4], GREEDY[:4], make("eagle3", real), replace(decode, step="device"))
     assert [r.ids for r in graph] == [r.ids for r in host]
     assert len(captured) == 1 and {r.stats.step for r in graph if r.stats.verifies} == {"graph"}
+
+
+class Doubling(torch.nn.Module):
+    """A linear module inside an adapter, as peft's are."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer, self._disable_adapters = base, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) * (1 if self._disable_adapters else 2)
+
+
+def test_stale_graphs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a captured step would go on reading, or not hear, after it changed."""
+    target = tiny_target(dtype=torch.float64)
+    drafter, ran = make("eagle3", target), list[str]()
+    attention, mlp = target.layers[0].self_attn, target.layers[1].mlp
+    attention.v_proj = Doubling(attention.v_proj)
+
+    def alongside(self: Ahead, held: Held) -> None:
+        ran.append("step")
+        self.step(held)
+
+    def capture(self: Ahead, held: Held) -> Any:
+        ran.append("capture")
+        return SimpleNamespace(replay=lambda: (ran.append("replay"), self.step(held)))
+
+    monkeypatch.setattr(Ahead, "_capture", capture)
+    monkeypatch.setattr(Ahead, "_alongside", alongside)
+    monkeypatch.setattr(Ahead, "captures", staticmethod(lambda target, decode: True))
+    engine = Engine(target, drafter, DecodeConfig(max_rows=1, k=1, step="device"), longest=200, prompt=8)
+    params = SamplingParams(max_new_tokens=190, ignore_eos=True)
+    engine.add(Request(0, [5, 6, 7], params, target.facts.eos_ids, target.tokenizer, live=True))
+
+    def until_replayed() -> None:
+        for _ in range(10):
+            engine.step()
+            if ran and ran[-1] == "replay":
+                return
+        raise AssertionError(ran)
+
+    def add(weight: Tensor) -> None:
+        with torch.no_grad():
+            weight += 1e-3
+
+    changes: dict[str, Callable[[], Any]] = {
+        "a weight of the target written to": lambda: add(attention.q_proj.weight),
+        "a norm replaced": lambda: setattr(target.norm, "weight", torch.nn.Parameter(2 * target.norm.weight.data)),
+        "a module replaced": lambda: setattr(mlp, "up_proj", copy.deepcopy(mlp.up_proj)),
+        "an adapter turned on": lambda: setattr(attention.v_proj, "_disable_adapters", False),
+        "a weight of the drafter moved": lambda: setattr(
+            drafter.lm_head.weight, "data", drafter.lm_head.weight.data.clone()
+        ),
+    }
+    until_replayed()
+    for name, change in changes.items():
+        change()
+        del ran[:]
+        until_replayed()
+        fused = ran[: len(ran) - EAGER - 2]  # a step that fused the weights anew, and so moved them
+        assert ran[len(fused) :] == ["step"] * EAGER + ["capture", "replay"] and fused in ([], ["step"]), name
+    handle = attention.q_proj.register_forward_hook(lambda module, args, out: ran.append("heard"))
+    del ran[:]
+    engine.step()
+    assert ran == ["heard"]
+    handle.remove()
+    engine.step()
+    assert ran == ["heard", "replay"]
 
 
 def test_falling_back_is_said(real: Any) -> None:

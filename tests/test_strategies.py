@@ -16,7 +16,9 @@ from scripted_denoiser import EOS, MASK, ScriptedDenoiser, V, logits_of, script
 from torch import Tensor
 
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
-from draftsmith.inference.strategies import STRATEGIES, Credit, Strategy, Threshold, strategy_of
+from draftsmith.inference.step import Step, best
+from draftsmith.inference.strategies import STRATEGIES, Confidence, Credit, Strategy, Threshold, rule_of, strategy_of
+from draftsmith.kernels.unmask import Statistics, choose
 from draftsmith.losses.probs import SamplingParams
 
 
@@ -190,3 +192,38 @@ def test_settings_by_name() -> None:
         with pytest.raises(ValueError, match=f"strategy {name}"):
             diffuse(ScriptedDenoiser(script([[0.5]]), 1), [[1]], SamplingParams(max_new_tokens=1),
                 DiffuseConfig(STRATEGIES[name]))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fixed", "margin", "threshold", "factor", "entropy_bound", "entropy"])
+def test_the_kernels_rule_decides_what_the_strategy_does(name: str) -> None:
+    """The best place where nothing else is decided included; other strategies, drawn candidates and plain statistics
+    have no such rule."""
+    random, strategy = torch.Generator().manual_seed(0), STRATEGIES[name]
+    if name in ("fixed", "margin"):
+        strategy = strategy_of(name, {"steps": 3})
+    sizes: set[int] = set()
+    for heat in (1, 3, 9):
+        logits_BCV = heat * torch.randn(40, 7, 9, generator=random)
+        open_BC = torch.rand(40, 7, generator=random) < 0.7
+        open_BC[0] = False
+        found = Statistics(logits_BCV)
+        zeros_B, zeros_BC = torch.zeros(40).long(), torch.zeros_like(open_BC)
+        step = Step(
+            open_BC, open_BC, zeros_BC.long(), ~open_BC, zeros_BC.long(), found.best, found.confidence, logits_BCV,
+            zeros_BC, zeros_B, zeros_B, zeros_B + 7, found=found,
+        )  # fmt: skip
+        assert rule_of(strategy, step) is None
+        found.parts = zeros_B, zeros_B  # as if a kernel had made them
+        ruled = rule_of(strategy, step)
+        assert ruled is not None
+        drawn = dataclasses.replace(step, confidence_BC=found.confidence.clone())
+        assert (rule_of(strategy, drawn) is None) == (type(strategy.score) is Confidence)
+        assert all(rule_of(STRATEGIES[other], step) is None for other in ("pipeline", "credit", "prophet", "klass"))
+        found.parts = None
+        got_BC = choose(found, open_BC, *ruled)
+        score_BC = strategy.score(step)
+        want_BC = strategy.select(step, score_BC) & open_BC
+        want_BC |= best(score_BC, open_BC) & ~want_BC.any(1, keepdim=True)
+        assert torch.equal(got_BC, want_BC)
+        sizes |= set(got_BC.sum(1).tolist())
+    assert len(sizes) > 3

@@ -26,9 +26,10 @@ from draftsmith.models import METHODS
 from draftsmith.models.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernel_proof import compare
+from kernel_proof import compare, launches
 
 BF16_ULP = 2.0**-8  # relative: of outputs and operands rounded to 8 bits
+LAYERS = ("add_norm_kernel", "rope_write_kernel", "swiglu_kernel", "_attend", "_merge")  # of every pass of the decode
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
@@ -188,7 +189,8 @@ def target_of(device: str, layers: int = 16, width: int = 1024) -> Target:
 
 def decode(device: str, tokens: int = 192) -> dict[str, Any]:
     """Tokens per second of one request, plain and with an untrained EAGLE-3 chain: by the host's steps, the device's, and
-    CUDA graphs; and whether a graph's tokens are those of the steps it was captured from (same kernels, same shapes)."""
+    CUDA graphs; which of our kernels ran; and whether a graph's tokens are those of the steps it was captured from (same
+    kernels, same shapes)."""
     target = target_of(device)
     torch.manual_seed(0)
     drafter = METHODS["eagle3"](METHODS["eagle3"].Config(), target.facts)
@@ -196,12 +198,14 @@ def decode(device: str, tokens: int = 192) -> dict[str, Any]:
     drafter = drafter.to(device, target.dtype).eval()
     drafter.bind(target)
     params, prompt = SamplingParams(max_new_tokens=tokens, ignore_eos=True), [list(range(5, 69))]
-    row: dict[str, Any] = {"tokens_per_second": {}, "steps": {}, "different": 0}
+    row: dict[str, Any] = {"tokens_per_second": {}, "steps": {}, "kernels": {}, "different": 0}
     for name, drafts in (("plain", None), ("eagle3 k=4", drafter)):
         ids = {}
         for step in ("host", "device", "auto"):
             asked = DecodeConfig(k=4, step=step)  # type: ignore[arg-type]
-            generate(target, prompt, params, drafts, asked)  # compiles
+            with launches() as names:
+                generate(target, prompt, params, drafts, asked)  # compiles
+            row["kernels"][f"{name}, {step}"] = sorted(set(names))
             torch.cuda.synchronize()
             since = time.perf_counter()
             (result,) = generate(target, prompt, params, drafts, asked)
@@ -211,6 +215,8 @@ def decode(device: str, tokens: int = 192) -> dict[str, Any]:
         row["different"] += sum(a != b for a, b in zip(ids["device"], ids["auto"], strict=True))
     if any(row["steps"][key] != "graph" for key in row["steps"] if key.endswith("auto")):
         raise AssertionError(f"no graph: {row['steps']}")
+    if missing := [k for k in LAYERS if any(k not in names for names in row["kernels"].values())]:
+        raise AssertionError(f"{', '.join(missing)} did not run: {row['kernels']}")
     return row
 
 
@@ -223,8 +229,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {row['name'].removeprefix('kernel ')} | {' | '.join(map(str, cells))} |")
         elif row["name"].startswith("kernel "):
             lines.append(f"| {row['name'].removeprefix('kernel ')} | FAILED: {row.get('error', '')} | | | | |")
-    lines += ["", "| decode | tokens/s | steps |", "|---|---|---|"]
+    lines += ["", "| decode | tokens/s | steps | kernels |", "|---|---|---|---|"]
     for row in rows:
         for key, rate in row.get("tokens_per_second", {}).items():
-            lines.append(f"| {key} | {rate} | {row['steps'][key]} |")
+            lines.append(f"| {key} | {rate} | {row['steps'][key]} | {', '.join(row['kernels'][key])} |")
     return "\n".join(lines)

@@ -25,6 +25,14 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
                 lambda x=x, w=weight_D, r=residual: tuple(add_norm_reference(x, w, 1e-5, r)),
                 atol=2e-6 if dtype == torch.float32 else 8e-3,  # an ulp of 4 to 8 (fp16): rounding to the other side
             )
+    heads_MED, weight_ED = torch.randn(2, 3, 5, 24).to(dtype)[:, :, :4], torch.randn(4, 24).to(dtype)  # side by side
+    for name, x in (("heads of their own weights", heads_MED), ("heads apart", heads_MED.transpose(0, 1))):
+        yield Case(
+            name,
+            lambda x=x: tuple(add_norm(x, weight_ED, 1e-5)),
+            lambda x=x: tuple(add_norm_reference(x, weight_ED, 1e-5)),
+            atol=2e-6 if dtype == torch.float32 else 8e-3,
+        )
     for learns in range(3):  # gradients take the plain form
         given = [torch.randn(shape).to(dtype) for shape in ((3, 20), (20,), (3, 20))]
         given[learns].requires_grad_()

@@ -9,7 +9,7 @@ import torch
 from kernel_proof import Case
 from torch import Tensor
 
-from draftsmith.kernels.topk import TopK, topk, topk_triton
+from draftsmith.kernels.topk import TopK, topk, topk_reference, topk_triton
 
 INFINITE = {"posinf": 1e9, "neginf": -1e9}  # what infinity counts as
 
@@ -56,3 +56,11 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield compared("equals and -inf", x_RV, 4, lambda: topk_triton(x_RV, 4, 128))
     large_RV = (torch.randn(300, 3) * (3e38 if dtype == torch.float32 else 6e4) / 8).to(dtype).T
     yield compared("large, columns apart", large_RV, 4, lambda: topk_triton(large_RV, 4, 128))
+    broken_RV = torch.randn(2, 200).to(dtype)
+    broken_RV[0, 150], broken_RV[1, 3] = math.nan, -math.nan
+    yield Case(
+        "NaN",
+        lambda: tuple(x.nan_to_num(77) for x in topk_triton(broken_RV, 3, 64)),
+        lambda: tuple(x.nan_to_num(77) for x in topk_reference(broken_RV, 3)),
+        atol=1e-5,
+    )

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftsmith.kernels.unmask import (
     Rule,
     Statistics,
+    choose,
     statistics,
     statistics_triton,
     unmask,
@@ -51,6 +52,12 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
             lambda rule=rule, n_B=n_B: tuple(unmask_reference(x_BCV.double(), open_BC, rule, n_B, 7)),
             atol=1e-5,  # fp32 sums of 300 terms; places and tokens are whole numbers
         )
+    yield Case(
+        "a rule on statistics that are there",
+        lambda: (choose(statistics(x_BCV, 7), open_BC, RULES[3]),),
+        lambda: (unmask_reference(x_BCV.double(), open_BC, RULES[3], None, 7).chosen_BC,),
+        atol=0,
+    )
     yield Case(
         "a row's logits in parts, places side by side in memory",
         lambda: tuple(unmask_triton(x_BCV[:2].transpose(0, 1), open_BC[:2].T, RULES[0], None, None, tile=64, tiles=2)),
