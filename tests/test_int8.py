@@ -201,8 +201,11 @@ def test_a_head_of_the_full_weights_runs_and_reports_say_so(tmp_path: Path, caps
     drafter.init_from_target(full)
     folder = export(drafter, tmp_path / "export", run=RunFacts(train_length=512), target=full)
     load_drafter(str(folder), target)
+    other = load_target("tiny", dtype="float32", weights="int8")
     with torch.no_grad():
-        target._head[0].q[3] += 4
+        other._head[0].q[3] //= 2
+    with pytest.raises(ValueError, match="is not the head of tiny"):
+        load_drafter(str(folder), other)
     ours = {"sha256": "0"}
     assert key_of(full, ours) != key_of(target, ours) and key_of(target, ours)["dtype"] == "float32, int8 weights"
     options: dict[str, Any] = {"model": str(folder), "target": "tiny", "dtype": "float32", "weights": "int8"}
