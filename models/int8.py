@@ -69,7 +69,7 @@ def int8_product(q_VD: Tensor, scale_V: Tensor, bias_V: Tensor | None = None, wi
     """
 
     def product(x_XD: Tensor) -> Tensor:
-        if len(x_XD) <= NARROW and has_packed(x_XD):
+        if 0 < len(x_XD) <= NARROW and has_packed(x_XD):
             y_XV = torch.ops.aten._weight_int8pack_mm(x_XD.contiguous(), q_VD, scale_V)
         else:
             y_XV = (linear(x_XD, q_VD.to(x_XD.dtype)) if wide is None else wide(x_XD)) * scale_V

@@ -56,21 +56,23 @@ def test_no_weight_is_off_by_more_than_half_a_step(dtype: torch.dtype) -> None:
     assert int(q_VD.abs().max()) <= 127 and int(q_VD[6, 0].abs()) >= 126 and not q_VD[5].any()
 
 
+@pytest.mark.parametrize("d", [48, 33])
 @pytest.mark.parametrize("dtype", int8.DTYPES)
-def test_products_are_those_of_the_rounded_matrix(dtype: torch.dtype) -> None:
+def test_products_are_those_of_the_rounded_matrix(dtype: torch.dtype, d: int) -> None:
     """In every way that a product is taken, with and without bias, fused or not; a row's bits do not depend on others."""
     random = torch.Generator().manual_seed(1)
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
-    made = [nn.Linear(d, v, bias=bias).to(dtype) for d, v, bias in ((48, 65, True), (48, 32, False), (48, 7, True))]
+    made = [nn.Linear(d, v, bias=bias).to(dtype) for v, bias in ((65, True), (32, False), (7, True))]
     modules = [Int8Linear.of(module) for module in made]
     alone = [module.q.clone() for module in modules]
     product = rounded_product(modules)
     for module, q in zip(modules, alone, strict=True):
         assert torch.equal(module.q, q)
     assert modules[1].q.untyped_storage().data_ptr() == modules[0].q.untyped_storage().data_ptr()
-    row_D = torch.randn(48, generator=random).to(dtype)
+    assert product(torch.empty(0, d, dtype=dtype)).shape == (0, 65 + 32 + 7)
+    row_D = torch.randn(d, generator=random).to(dtype)
     for width in (1, NARROW, NARROW + 1, 9, 33):
-        rows, first = torch.randn(width, 48, generator=random).to(dtype), None
+        rows, first = torch.randn(width, d, generator=random).to(dtype), None
         want = torch.cat(
             [rows.double() @ dense(m.weight).T + (0 if m.bias is None else m.bias.detach().double()) for m in made],
             1,
@@ -79,7 +81,7 @@ def test_products_are_those_of_the_rounded_matrix(dtype: torch.dtype) -> None:
             for way in (product, int8_product(*joined(modules)), lambda x: torch.cat([m(x) for m in modules], 1)):
                 close(way(rows), want.to(dtype), tolerance)
         for place in range(width):
-            rows = torch.randn(width, 48, generator=random).to(dtype)
+            rows = torch.randn(width, d, generator=random).to(dtype)
             rows[place] = row_D
             out = product(rows)[place]
             first = out if first is None else first
