@@ -58,8 +58,9 @@ def rounded(weight_VD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_packed(x: Tensor) -> bool:
-    """Whether PyTorch multiplies `x` by int8 rows without unpacking them."""
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
+    """Whether PyTorch multiplies `x` by int8 rows without unpacking them. Its kernels take whole vectors, and read beyond
+    the end of rows that are none (NaN at a width of 33)."""
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32) and x.shape[-1] % 32 == 0
 
 
 def int8_product(q_VD: Tensor, scale_V: Tensor, bias_V: Tensor | None = None, wide: Product | None = None) -> Product:
