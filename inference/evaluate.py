@@ -32,8 +32,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import __version__
 from ..losses.probs import SamplingParams
 from ..models import TRAINING_FREE, FreeSettings
+from ..models.int8 import NOTE, Weights
 from ..models.jacobi import Jacobi
 from ..models.target import Runner, Target, load_target
+from ..models.threads import settle_threads
 from .card import write_card
 from .consistency_folder import refuse_idle_branches, stored_consistency
 from .denoisers import stored_denoiser
@@ -123,6 +125,9 @@ class EvaluateConfig:
     """Rule `entropy`: most that it adds to a chance of acceptance."""
     dtype: Dtype = "bfloat16"
     """Weights and states of target and drafter."""
+    weights: Weights = "full"
+    """int8: round the target's matrices, the embedding's aside, for plain decoding and verification alike; half the memory,
+    other answers (models/int8.py)."""
     device: str = "cpu"
     """Where to run."""
     runner: Runner = "auto"
@@ -241,8 +246,10 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None, tu
         device=cfg.device,
         revision=cfg.target_revision or (None if cfg.target else facts.get("revision")),
         trust_remote_code=cfg.trust_remote_code,
+        weights=cfg.weights,
         runner=cfg.runner,
     )
+    settle_threads(target)
     drafters: dict[str, Any] = {}
     estimated, labels = {}, {}
     for name, revision, config in zip(names, revisions, configs, strict=True):
@@ -263,6 +270,8 @@ def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None, tu
             console.print(visible(line))
     report = measure(target, drafters, prompts, cfg, estimated, console, shape)
     report["run"]["exports"] = labels
+    if labels and target.weights != "full":
+        report["flags"].append(NOTE)
     if shape is not None:
         report["run"] |= {name: getattr(shape, name) for name in ("nodes", "width", "threshold")}
         report["run"] |= {"k": [shape.k], "trees": [shape.tree], "tuned": True}
@@ -603,7 +612,7 @@ def _row(
         "tree": arm.decode.tree if draft else None,
         "width": arm.decode.fixed_width if arm.kind == "width" else None,
         "temperature": arm.temperature,
-        "dtype": cfg.dtype,
+        "dtype": target.precision,
         "step": None if arm.kind == "hf" else ", ".join(sorted({s.step for s in samples})),
         "prompts": len({s.prompt for s in samples}),
         "answers": len(samples),
@@ -754,7 +763,7 @@ def _run_facts(target: Target, drafters: dict[str, Any], prompts: Sequence[Promp
         "prompts": len(prompts),
         "turns": sum(1 + len(prompt.follow_ups) for prompt in prompts),
         "max_new_tokens": cfg.max_new_tokens,
-        "dtype": cfg.dtype,
+        "dtype": target.precision,
         "target": target.facts.name,
         "target_revision": target.facts.revision,
         "runner": target.path,

@@ -28,6 +28,7 @@ from ..losses.probs import SamplingParams
 from ..models.convergence import block_states
 from ..models.jacobi import Jacobi, JacobiConfig
 from ..models.target import Target
+from ..models.threads import settle_threads
 from .card import write_card
 from .consistency_figures import Convergence, answer_losses, convergence_figure, convergence_of, repeated_grams
 from .consistency_folder import branches, jacobi_of, load_consistency, refuse_idle_branches, settings_line
@@ -88,6 +89,7 @@ def run_consistency(cfg: EvaluateConfig, stored: Stored, console: Console, named
     prompts = load_suite(cfg.suite, file=cfg.file, limit=cfg.prompts)
     base = base_of(cfg, stored)
     trained = load_consistency(stored, dtype=cfg.dtype, device=cfg.device)
+    settle_threads(trained)
     report, maps = evaluate_consistency(
         base,
         trained,

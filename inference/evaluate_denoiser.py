@@ -27,6 +27,7 @@ from ..data.encode import prompt_ids
 from ..losses.probs import SamplingParams
 from ..models.denoiser import TargetDenoiser
 from ..models.target import Target
+from ..models.threads import settle_threads
 from .card import write_card
 from .denoisers import Stored, complete, load_base, load_denoiser, refuse_without_head
 from .diffuse import DiffuseConfig, diffuse
@@ -96,6 +97,7 @@ def run_denoiser(cfg: EvaluateConfig, stored: Stored, console: Console) -> int:
     base = load() if stored.kind != "layout" else None
     own = base if stored.keeps_base else load() if stored.kind == "adapters" else None
     denoiser = load_denoiser(stored, own, dtype=cfg.dtype, device=cfg.device)
+    settle_threads(denoiser.target)
     report = {"machine": machine(denoiser.target)} | evaluate_denoiser(
         denoiser,
         base,

@@ -24,8 +24,10 @@ from rich.style import Style
 from ..losses.probs import SamplingParams
 from ..models import FreeSettings
 from ..models.denoiser import Denoiser, TargetDenoiser
+from ..models.int8 import NOTE, Weights
 from ..models.jacobi import Jacobi
 from ..models.target import Target, load_target
+from ..models.threads import settle_threads
 from .commit import Detokenizer, Event, Result, Stats
 from .consistency_folder import (
     branches,
@@ -136,6 +138,9 @@ class GenerateConfig:
     """Go on behind the end-of-sequence token."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     """Weights and states of target and drafter."""
+    weights: Weights = "full"
+    """int8: round the target's matrices, the embedding's aside, for plain decoding and verification alike; half the memory,
+    other answers (models/int8.py)."""
     device: str = "cpu"
     """Where to run."""
     trust_remote_code: bool = False
@@ -203,7 +208,9 @@ def assemble(
         device=cfg.device,
         revision=cfg.target_revision or (export["target"].get("revision") if export and not cfg.target else None),
         trust_remote_code=cfg.trust_remote_code,
+        weights=cfg.weights,
     )
+    settle_threads(target)
     drafter: Any = None
     if cfg.model and free:
         drafter = free_drafter(cfg.model, target, cfg.drafter)
@@ -217,7 +224,8 @@ def assemble(
             use_threads(tuned, target)
         if line is not None:
             Console(highlight=False).print(visible(line), style="dim", soft_wrap=True)
-    return Assembled(target, drafter, decode, export["train_length"] if export else None)
+    about = (NOTE,) if export is not None and target.weights != "full" else ()
+    return Assembled(target, drafter, decode, export["train_length"] if export else None, about)
 
 
 def respond(cfg: GenerateConfig, made: Assembled, sampling: SamplingParams) -> None:
@@ -228,7 +236,7 @@ def respond(cfg: GenerateConfig, made: Assembled, sampling: SamplingParams) -> N
     if trained and len(ids) > trained:
         console.print(
             visible(
-                f"note: the prompt has {len(ids)} tokens, the {'model' if about else 'drafter'} was trained on up to {trained}; "
+                f"note: the prompt has {len(ids)} tokens, the {'model' if isinstance(drafter, Jacobi) else 'drafter'} was trained on up to {trained}; "
                 "the answer is right, acceptance may be lower"
             )
         )
@@ -258,6 +266,8 @@ def assemble_consistency(
     if params:
         refuse_rule(Jacobi, decode, params)
     target = load_consistency(stored, dtype=cfg.dtype, device=cfg.device)
+    target.round_weights(cfg.weights)
+    settle_threads(target)
     drafter = Jacobi(settings, target.facts)
     drafter.bind(target)
     line = f"decoded by jacobi: {settings_line(settings, branches(decode))}"
@@ -266,6 +276,10 @@ def assemble_consistency(
 
 def refuse_idle_flags(cfg: GenerateConfig, denoises: bool) -> None:
     """Flags that would change nothing are a mistake: ValueError names them."""
+    if denoises and cfg.weights != "full":
+        raise ValueError(
+            f"weights = {cfg.weights}: is for models that answer token by token, and {cfg.model} holds a denoiser; leave it out"
+        )
     of_denoisers, of_drafts = ("strategy", "steps", "sub_block", "self_draft"), [f.name for f in fields(DecodeConfig)]
     plain = GenerateConfig("")
     idle: tuple[str, ...]
@@ -309,6 +323,7 @@ def assemble_denoiser(
             trust_remote_code=cfg.trust_remote_code,
         )
     denoiser = load_denoiser(stored, base, dtype=cfg.dtype, device=cfg.device)
+    settle_threads(denoiser.target)
     return denoiser, None if how is None else complete(stored, how, denoiser)
 
 

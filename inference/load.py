@@ -206,8 +206,10 @@ def refuse_other_head(unpacked: Unpacked, target: Target, where: str) -> None:
     """A head that the file shares with the target must be the target's, as far as the file's dtype can say."""
     stored, ids = unpacked.target_head, unpacked.draft_ids
     assert stored is not None
-    rows = target.head_weight if ids is None else target.head_weight[ids.to(target.device)]
-    if not torch.allclose(rows.float().cpu(), stored.float(), rtol=2**-7, atol=1e-6):
+    ids = None if ids is None else ids.to(target.device)
+    rows = target.head_weight if ids is None else target.head_weight[ids]
+    away = (rows.float().cpu() - stored.float()).abs() - target.head_rounding(ids).float().cpu()
+    if not bool((away <= 1e-6 + 2**-7 * stored.float().abs()).all()):
         raise ValueError(
             f"{where}: the shared lm_head.weight is not the head of {target.facts.name}; it was made for another"
         )

@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 
 from ..models import FreeSettings
+from ..models.int8 import Weights
 from ..models.jacobi import Jacobi
 from .consistency_folder import stored_consistency
 from .decode import DecodeConfig
@@ -111,6 +112,9 @@ class ServeConfig:
     """Permit a rule that does not keep the target's distribution."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     """Weights and states of target and drafter."""
+    weights: Weights = "full"
+    """int8: round the target's matrices, the embedding's aside, for plain decoding and verification alike; half the memory,
+    other answers (models/int8.py)."""
     device: str = "cpu"
     """Where to run."""
     trust_remote_code: bool = False

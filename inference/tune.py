@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..models import FreeSettings
+from ..models.int8 import Weights
 from ..models.jacobi import Jacobi, JacobiConfig
 from ..models.target import Target, load_target
 from .choose import Candidate, Chances, Costs, best_of_kinds, candidates
@@ -84,6 +85,9 @@ class TuneConfig:
     """Numbers of CPU threads to try; null = 1, 2, 4 ... up to the cores."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     """Weights and states of target and drafter."""
+    weights: Weights = "full"
+    """int8: round the target's matrices, the embedding's aside, for plain decoding and verification alike; half the memory,
+    other answers (models/int8.py)."""
     device: str = "cpu"
     """Where to run."""
     json: str | None = None
@@ -312,6 +316,7 @@ def run_tune(cfg: TuneConfig) -> None:
             raise ValueError(f"target = {cfg.target!r}: the weights of {cfg.export} stand alone; leave it out")
         settings = jacobi_of(model, cfg.drafter.jacobi)
         target = load_consistency(model, dtype=cfg.dtype, device=cfg.device)
+        target.round_weights(cfg.weights)
     else:
         if cfg.target is None and not ours:
             raise ValueError(f"{cfg.export} drafts for any target and names none: add --target NAME")
@@ -321,6 +326,7 @@ def run_tune(cfg: TuneConfig) -> None:
             device=cfg.device,
             revision=cfg.target_revision or (ours["target"].get("revision") if ours and not cfg.target else None),
             trust_remote_code=cfg.trust_remote_code,
+            weights=cfg.weights,
         )
     probe = Probe(
         target, calibration_prompts(cfg, target), cfg.batch, cfg.max_new_tokens, cfg.depth, cfg.threads, cfg.seconds

@@ -95,7 +95,7 @@ def key_of(target: Any, export: Mapping[str, Any], batch: int = 1) -> Key:
         "cores": usable_cores(),
         "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
         "torch": torch.__version__,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.precision,
         "batch": batch,
         "runner": target.runner,
         "target": target.facts.fingerprint,

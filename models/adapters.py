@@ -124,6 +124,11 @@ class Adapters:
                 f"target {target.facts.name} is a converted model, its adapters merged into it: go on from the folder of "
                 "the adapters (init_from), on the model that they were trained on"
             )
+        if target.weights != "full":
+            raise ValueError(
+                f"target {target.facts.name} has weights={target.weights}, for decoding alone: load it with weights=full to put "
+                "adapters into it"
+            )
         if config.kind == "full" and dual:
             raise ValueError("objective.dual keeps the target as it is for clean rows: set adapters.kind=lora")
         if config.kind == "full" and target.quantized != "none":

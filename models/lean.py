@@ -22,7 +22,7 @@ Test: pytest tests/test_lean.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -32,10 +32,10 @@ from torch.nn.functional import linear, silu
 
 from .cache import Cache
 from .families import Parts, windows_of
+from .int8 import Int8Linear, Product, int8_product, joined
 from .lean_pass import between_products
 
 Runner = Literal["auto", "lean", "hf"]
-Product = Callable[[Tensor], Tensor]
 
 LEAN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PACK_BYTES = 4 << 30  # of layers' weights: larger models are not worth a second copy
@@ -144,7 +144,7 @@ def _changed(module: Any) -> bool:
     """Whether something is added to what a linear module computes: by hooks, or an adapter that is on."""
     if _hooked(module):
         return True
-    if type(module) is nn.Linear:
+    if type(module) in (nn.Linear, Int8Linear):
         return False
     return not getattr(module, "_disable_adapters", False) or _hooked(_base(module))
 
@@ -166,7 +166,9 @@ class Projection:
 
 
 def _fuse(modules: list[Any], pack: bool) -> Product | None:
-    """One product for plain linear modules; None if they are anything else, or learn."""
+    """One product for plain linear modules, or for rounded ones; None if they are anything else, or learn."""
+    if all(type(module) is Int8Linear for module in modules):
+        return rounded_product(modules, pack)
     weights = [module.weight for module in modules if type(module) is nn.Linear]
     if len(weights) < len(modules) or any(type(w) is not nn.Parameter or w.requires_grad for w in weights):
         return None
@@ -189,6 +191,14 @@ def _fuse(modules: list[Any], pack: bool) -> Product | None:
             for own, part in zip(weights, weight.split(sizes), strict=True):
                 own.data = part  # one memory for both paths
     return lambda x_XD: linear(x_XD, weight, bias)
+
+
+def rounded_product(modules: list[Int8Linear], pack: bool = True) -> Product:
+    """One product for modules with weights in int8; packed, a copy of their numbers serves passes of many rows."""
+    with torch.inference_mode(False), torch.no_grad():
+        q_VD, scale_V, bias_V = joined(modules)
+        wide = packed_product(q_VD.to(scale_V.dtype)) if pack else None
+    return int8_product(q_VD, scale_V, bias_V, wide)
 
 
 @dataclass

@@ -36,8 +36,21 @@ from ..losses.distill import ByHead, Logits
 from .cache import Cache, PrefixCache
 from .drafter import Batch, TargetFacts, TargetOut
 from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
-from .lean import LeanRunner, Product, Runner, mark, packed_product, some_of, why_not_lean
+from .int8 import NO_GRADIENTS, Int8Linear, Weights, check_weights
+from .lean import (
+    ATTENTION,
+    MLP,
+    LeanRunner,
+    Product,
+    Runner,
+    mark,
+    packed_product,
+    rounded_product,
+    some_of,
+    why_not_lean,
+)
 from .quantize import Quantize, Quantized, check_quantize, quantization_config
+from .threads import warn_if_slow
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -109,6 +122,8 @@ class Target(nn.Module):
         self.choose_runner(runner)
         self._causal_TT = torch.ones(0, 0, dtype=torch.bool)
         self.quantized = "none" if quantized is None else quantized.kind
+        self.weights: Weights = "full"
+        self._rounded_heads: dict[bool, tuple[Tensor | None, object, Product]] = {}  # of all ids, and of some
         self.facts = _facts(
             model, tokenizer, name, revision, fingerprint(model) if quantized is None else quantized.fingerprint
         )
@@ -159,10 +174,43 @@ class Target(nn.Module):
             raise ValueError(f"this target cannot run lean: {self.not_lean}; use runner=auto")
         self._runner = runner
 
+    def round_weights(self, weights: Weights) -> None:
+        """`int8`: round the projections and the head for decoding, in place and for good (models/int8.py); `full`: leave
+        them. The facts stay those of the full model, whose drafters it runs with. Raises ValueError for targets that do not
+        run lean, and weights that learn, have adapters or are rounded already."""
+        check_weights(weights, self.dtype)
+        if weights == "full" or self.weights == weights:
+            return
+        refused = f"target {self.facts.name!r} cannot have weights = {weights}: "
+        if self.not_lean is not None:
+            raise ValueError(f"{refused}it does not run lean ({self.not_lean}); use weights=full")
+        places = [(layer.self_attn, name) for layer in self.layers for name in ATTENTION]
+        places += [(layer.mlp, name) for layer in self.layers for name in MLP]
+        linears = [*(getattr(owner, name) for owner, name in places), self._head[0]]
+        if any(type(m) is not nn.Linear or m.weight.requires_grad or m.weight.dim() != 2 for m in linears):
+            raise ValueError(f"{refused}its projections have adapters, or learn; load it anew, with weights=full")
+        for owner, name in places:
+            setattr(owner, name, Int8Linear.of(getattr(owner, name)))
+        self._head[0] = Int8Linear.of(self._head[0])
+        self.model.set_output_embeddings(self._head[0])
+        self._head_rows = self._head_product = None
+        self.weights = weights
+
+    @property
+    def precision(self) -> str:
+        """Dtype, and how weights are rounded, for reports: what is measured at one precision says nothing of another."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype if self.weights == "full" else f"{dtype}, {self.weights} weights"
+
     @property
     def operands(self) -> object:
         """What passes and heads read that was made from the weights and may be made anew; keeps its memory alive."""
-        return self._head_rows, self._head_product, *(runner.operands for runner in self._lean)
+        return (
+            self._head_rows,
+            self._head_product,
+            *self._rounded_heads.values(),
+            *(runner.operands for runner in self._lean),
+        )
 
     @property
     def layers(self) -> list[Any]:
@@ -176,8 +224,15 @@ class Target(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D] rows of the output head; when tied, the embedding itself."""
+        """[V, D] rows of the output head; when tied, the embedding itself, unless it is rounded."""
         return self._head[0].weight
+
+    def head_rounding(self, ids: Tensor | None = None) -> Tensor:
+        """[V, 1], or [W, 1] of the rows `ids`: how far `head_weight` may lie from the head that was loaded."""
+        if self.weights == "full":
+            return torch.zeros(1, 1)
+        scale_V = self._head[0].scale
+        return (scale_V if ids is None else scale_V[ids])[:, None] / 2
 
     @property
     def embed_weight(self) -> Tensor:
@@ -285,11 +340,10 @@ class Target(nn.Module):
     def head(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Logits of `last_hidden` states [..., D], softcap and scale included: [..., V], or [..., W] for the rows
         `ids` (int64 [W]) only. Computed and returned in the target's dtype."""
-        weight, bias, product = self._rows(ids)
+        product = self._full_head(ids) if self.weights == "full" else self._rounded_head(hidden, ids)
         # Flat: of some rows of a batch (a view), `linear` would copy the whole weight (4 ms for 8,192 rows of 576).
-        flat = hidden.to(weight.dtype).reshape(-1, hidden.shape[-1])
-        logits = nn.functional.linear(flat, weight, bias) if product is None else product(flat)
-        logits = logits.reshape(*hidden.shape[:-1], len(weight))
+        logits = product(hidden.to(self.dtype).reshape(-1, hidden.shape[-1]))
+        logits = logits.reshape(*hidden.shape[:-1], logits.shape[-1])
         config, family = self.model.config, self._family
         if family.scale is not None:
             logits = logits * getattr(config, family.scale)
@@ -298,12 +352,32 @@ class Target(nn.Module):
         softcap = None if family.softcap is None else getattr(config, family.softcap)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
+    def _full_head(self, ids: Tensor | None) -> Product:
+        """`head`, before scale and softcap, of weights as they were loaded."""
+        weight, bias, product = self._rows(ids)
+        return product or (lambda flat_XD: nn.functional.linear(flat_XD, weight, bias))
+
+    def _rounded_head(self, hidden: Tensor, ids: Tensor | None) -> Product:
+        """The same of weights in int8; its products are kept until numbers or ids change."""
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            raise ValueError(NO_GRADIENTS)
+        head = self._head[0]
+        marks = mark(head.q), None if ids is None else mark(ids)
+        kept = self._rounded_heads.get(ids is None)
+        if kept is None or kept[0] is not ids or kept[1] != marks or (ids is not None and ids.is_inference()):
+            with torch.inference_mode(False):
+                part = head if ids is None else head.rows(ids)
+            kept = self._rounded_heads[ids is None] = ids, marks, rounded_product([part])
+        return kept[2]
+
     def by_head(self, hidden_RD: Tensor, ids: Tensor | None = None) -> ByHead | None:
         """`head` as states and rows, for losses that form no logits; a scale goes into states and bias. None with a
         softcap, which is not linear."""
         config, family = self.model.config, self._family
         if family.softcap is not None and getattr(config, family.softcap) is not None:
             return None
+        if self.weights != "full":
+            raise ValueError(NO_GRADIENTS)
         factor = 1.0 if family.scale is None else float(getattr(config, family.scale))
         factor = factor if family.divide is None else factor / float(getattr(config, family.divide))
         weight, bias, _ = self._rows(ids)
@@ -391,6 +465,10 @@ def document_mask(samples_BT: Tensor) -> Tensor:
 
 def live_states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
     """The states of a packed batch that a drafter's `loss` reads (`loss_needs`), from a pass without gradients."""
+    if target.weights != "full":
+        raise ValueError(
+            f"states to train on are asked of a target with weights={target.weights}: load it with weights=full"
+        )
     needs = drafter.loss_needs
     cache = target.new_cache(*batch.ids_BT.shape) if "kv" in needs else None
     with torch.no_grad():
@@ -419,6 +497,7 @@ def load_target(
     quantize: Quantize = "none",
     denoises: bool = False,
     runner: Runner = "auto",
+    weights: Weights = "full",
 ) -> Target:
     """Load a target by hub id, local folder, GGUF file, or built-in name (`smollm2`, `tiny`).
 
@@ -429,7 +508,7 @@ def load_target(
 
     `quantize`: round the layers' weights (models/quantize.py). They are read twice, first in full for the fingerprint.
     `denoises`: it will be run as a denoiser; otherwise merged weights of a converted model, which would answer
-    nonsense, are refused. `runner`: see `Target`.
+    nonsense, are refused. `runner`: see `Target`. `weights`: int8 rounds them for decoding (`Target.round_weights`).
     """
     from . import pretrained  # imports this module
 
@@ -437,6 +516,7 @@ def load_target(
         raise ValueError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
     check_quantize(quantize, device)
+    check_weights(weights, dtype)
     if quantize != "none" and (name == "tiny" or name.endswith(".gguf")):
         raise ValueError(
             f"quantize = {quantize}: target {name!r} is made in memory; name a folder or hub id, or quantize=none"
@@ -445,9 +525,11 @@ def load_target(
         torch.empty(1, device=device).sum().item()
     except (RuntimeError, AssertionError) as error:  # NotImplementedError (`meta`) is a RuntimeError
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    warn_if_slow(device)
     if name == "tiny":
         target = pretrained.tiny_target(dtype=dtype).to(device)
         target.choose_runner(runner)
+        target.round_weights(weights)
         return target
     source = _source(name, revision, trust_remote_code)
     quantized = None
@@ -468,6 +550,7 @@ def load_target(
     target = Target(model, tokenizer, source.name, source.commit, quantized=quantized, runner=runner).to(device)
     if model.config.model_type not in FAMILIES:
         _probe(target)
+    target.round_weights(weights)
     return target
 
 

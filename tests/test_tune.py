@@ -18,7 +18,7 @@ from draftsmith.inference.evaluate import EvaluateConfig, plan, run_evaluate
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import folder as folders
 from draftsmith.inference.exporters.layout import RunFacts
-from draftsmith.inference.generate import GenerateConfig, run_generate
+from draftsmith.inference.generate import GenerateConfig, assemble, run_generate
 from draftsmith.inference.load import read_export_config
 from draftsmith.inference.probes import Probe, Recorder
 from draftsmith.inference.push import stage
@@ -198,6 +198,10 @@ def test_seeded_requests_keep_their_shape_and_their_answer(folder, quick, asked,
         ask(folder, seed=seed, k=1, **sampled)
         other.append(asked[-1][1])
     assert other != before  # the reason for the rule
+    served = GenerateConfig("", model=str(folder), target="tiny", dtype="float32")
+    assert (
+        assemble(served, None, (), []).decode == DecodeConfig()
+    )  # a server's requests share one shape, whatever they ask
     cfg = EvaluateConfig(
         model=str(folder), target="tiny", prompts=1, max_new_tokens=4, hf_prompts=0, dtype="float32", card=False,
         bootstrap=10, temperatures=(0.0, 1.0), k=(2, 4), out=str(folder.parent / "out"),
