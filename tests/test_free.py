@@ -24,6 +24,7 @@ from torch import Tensor
 from draftsmith.configs.parse import UsageError, parse
 from draftsmith.inference import evaluate as evaluation
 from draftsmith.inference import generate as command
+from draftsmith.inference.engine import Engine
 from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
 from draftsmith.inference.generate import GenerateConfig, run_generate
 from draftsmith.inference.load import free_drafter
@@ -347,7 +348,7 @@ def looping() -> Any:
     return made
 
 
-def test_recycling_is_handed_every_row_of_the_verification(looping: Any) -> None:
+def test_recycling_is_handed_every_row_of_the_verification(looping: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rejected nodes too: what the target says after each, as a pass over its own path has it."""
     real, drafter = looping, make("recycling", target=looping)
     prompts, checked = [[5, 6, 7, 8], [40, 41], [99]], 0
@@ -379,6 +380,7 @@ def test_recycling_is_handed_every_row_of_the_verification(looping: Any) -> None
         return state, tree
 
     drafter.propose = spy
+    monkeypatch.setattr(Engine, "_rows_move", lambda self: False)  # rows are told apart by their places
     params = [SamplingParams(max_new_tokens=n) for n in (30, 4, 30)]
     generate(real, prompts, params, drafter, replace(TREE, max_rows=3))
     assert checked > 60

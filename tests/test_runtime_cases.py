@@ -117,7 +117,7 @@ def test_b49_drafters_rotate_as_the_lean_runner_does(rope: str | None) -> None:
     }  # fmt: skip
     target = tiny_target(width=32, layers=2, rope=extra[rope] | {"rope_theta": 5e6})
     positions_BT = torch.tensor([[0, 1, 17, 400]])
-    wanted = target.model.model.rotary_emb(target.embed(positions_BT), positions_BT)
+    wanted = target.model.model.rotary_emb(target.embed(positions_BT % 200), positions_BT)
     for ours, theirs in zip(drafter_of("eagle3", target).rotary(positions_BT), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -135,6 +135,8 @@ def test_promise_4_fused_losses(term: str) -> None:
         wide = FromHidden(*(x.double() for x in teacher))
         want_T = reference(hidden_TD.double(), weight_WD.double(), terms, teacher=wide, label_T=label_T)
         assert float((got_T - want_T).abs().max()) <= tolerance * max(1.0, float(want_T.abs().max()))
+    if term == "lk":
+        return  # its mixture is a number to the gradient
 
     def total(hidden_TD: Tensor, weight_WD: Tensor) -> Tensor:
         wide = FromHidden(*(x.double() for x in made[2:]))
