@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -291,27 +291,31 @@ def strategy_of(name: str, settings: Mapping[str, Any] | None = None) -> Strateg
     return strategy
 
 
-_RULED = {Confidence: "confidence", Margin: "margin", LowEntropy: "entropy"}
+_RULED: dict[type, Literal["confidence", "margin", "entropy"]] = {
+    Confidence: "confidence",
+    Margin: "margin",
+    LowEntropy: "entropy",
+}
 
 
 def rule_of(strategy: Strategy, step: Step) -> tuple[Rule, Tensor | None] | None:
     """The rule of kernels/unmask.py, with its counts, that decides what score, selection and the loop's best place would,
     in one go. None where there is none, or where a kernel did not make the pass's statistics."""
     found, score, select = step.found, _RULED.get(type(strategy.score)), strategy.select
-    if found is None or found.parts is None or strategy.schedule is not None or strategy.stop is not None:
+    if found is None or found.parts is None or score is None or strategy.schedule or strategy.stop:
         return None
     if score == "confidence" and step.confidence_BC is not found.confidence:
         return None  # of candidates that were drawn
-    if isinstance(select, FixedSteps) and score is not None:
-        return Rule("count", score), select.count(step)  # type: ignore[arg-type]
-    if isinstance(select, Threshold) and score in ("confidence", "margin"):
-        return Rule("threshold", score, select.threshold), None  # type: ignore[arg-type]
-    if isinstance(select, Factor) and score in ("confidence", "margin"):
-        return Rule("factor", score, select.factor), None  # type: ignore[arg-type]
+    if isinstance(select, FixedSteps):
+        return Rule("count", score), select.count(step)
     if isinstance(select, EntropyBound) and score == "entropy":
-        return Rule("bound", "entropy", select.bound), None
+        return Rule("bound", score, select.bound), None
     if isinstance(select, Entropy) and score == "entropy":
-        return Rule("threshold", "entropy", select.entropy), None
+        return Rule("threshold", score, select.entropy), None
+    if isinstance(select, Threshold) and score != "entropy":
+        return Rule("threshold", score, select.threshold), None
+    if isinstance(select, Factor) and score != "entropy":
+        return Rule("factor", score, select.factor), None
     return None
 
 

@@ -308,7 +308,10 @@ def _pick(
         best_Xn, ids_Xn, lse_X = topk(x_XW, n)
     else:
         x_XW = x_XW if x_XW.dtype == torch.float64 else x_XW.float()
-        best_Xn, ids_Xn = x_XW.max(-1, keepdim=True) if n == 1 else x_XW.topk(n, dim=-1)
+        if n == 1:
+            best_Xn, ids_Xn = x_XW.max(-1, keepdim=True)
+        else:
+            best_Xn, ids_Xn = x_XW.topk(n, dim=-1)
         lse_X = x_XW.logsumexp(-1)
     log_probs_Xn = best_Xn - lse_X[:, None]
     if draft.broken is not None:
