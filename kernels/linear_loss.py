@@ -177,7 +177,9 @@ def new_walked(job: Job, like_TX: Tensor, grads: Grads) -> Walked:
     def new(dtype: torch.dtype) -> Tensor:
         return torch.zeros(rows, dtype=dtype, device=like_TX.device)
 
-    return Walked(*(new(x) for x in (wide, wide, wide, wide, torch.int64, torch.bool, wide)), grads)
+    return Walked(
+        new(wide), new(wide), new(wide), new(wide), new(torch.int64), new(torch.bool), new(wide), grads,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -447,7 +449,8 @@ def logits_loss(
     they are, is formed in forward. A teacher `FromHidden` is refused: it comes with a linear head."""
     if isinstance(teacher, FromHidden):
         raise ValueError("logits_loss: give the teacher's logits (Dense) or its likeliest ids (TopK)")
-    job = make_job("logits_loss", *logits_TW.shape, terms, teacher, label_T, weight_T, temperature, match)
+    rows, width = logits_TW.shape
+    job = make_job("logits_loss", rows, width, terms, teacher, label_T, weight_T, temperature, match)
     if not len(logits_TW):
         return no_rows(logits_TW.sum(-1))
     job = replace(job, wanted=(torch.is_grad_enabled() and logits_TW.requires_grad, False, False))
