@@ -39,37 +39,35 @@ class RMSNorm(nn.Module):
 
 
 class Together:
-    """Linear layers of one input as one product, their outputs side by side, for passes without gradients. Where it is
-    quicker (bf16 on CPUs: about twice as fast) through a packed copy of the weights, which takes their memory once more;
-    what was moved or written to is packed anew. All have a bias, or none has."""
+    """Linear layers of one input as one product by a packed copy of their weights, where that is quicker: drafting in bf16
+    on CPUs, about twice as fast. The copy takes the weights' memory once more; what was moved or written to is packed anew.
+    All have a bias, or none has."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers = layers
         self.marks: list[tuple[int, int]] = []
-        self.product: Product | None = None
+        self.packed: Product | None = None
 
-    @property
-    def apart(self) -> bool:
-        """Whether the layers have to be called themselves: they learn, gradients are wanted, or autocast picks types."""
-        learns = any(layer.weight.requires_grad for layer in self.layers)
-        return learns or torch.is_grad_enabled() or torch.is_autocast_enabled(self.layers[0].weight.device.type)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., sum of out]."""
+    def product(self) -> Product | None:
+        """[..., in] -> [..., sum of out]; None where the layers are to be called themselves, because they learn, gradients
+        are wanted, autocast picks types, or nothing is gained."""
         weights = [layer.weight for layer in self.layers]
+        if weights[0].dtype != torch.bfloat16 or torch.is_grad_enabled() or any(w.requires_grad for w in weights):
+            return None
+        if torch.is_autocast_enabled(weights[0].device.type):
+            return None
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
         marks = [mark(x) for x in (*weights, *biases)]
         if marks != self.marks:
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            self.product = packed_product(weight, torch.cat(biases) if biases else None)
+            self.packed = packed_product(weight, torch.cat(biases) if biases else None)
             self.marks = marks
-        if self.product is not None:
-            return self.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-        outs = [F.linear(x, layer.weight, layer.bias) for layer in self.layers]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+        if (packed := self.packed) is None:
+            return None
+        return lambda x: packed(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "marks": [], "product": None}
+        return {"layers": self.layers, "marks": [], "packed": None}
 
 
 class Linear(nn.Linear):
@@ -81,7 +79,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return super().forward(x) if self.alone.apart else self.alone(x)
+        product = self.alone.product()
+        return super().forward(x) if product is None else product(x)
 
 
 def rotary_settings(facts: TargetFacts) -> dict[str, Any]:
@@ -180,10 +179,11 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """`queries` and `keys_values` of one input."""
-        if self.qkv.apart or self.q_norm is not None:
+        product = self.qkv.product() if self.q_norm is None else None
+        if product is None:
             return self.queries(x, angles), *self.keys_values(x, angles)
         h, g = self.heads, self.kv_heads
-        heads = self.qkv(x).unflatten(-1, (h + 2 * g, self.head_dim))
+        heads = product(x).unflatten(-1, (h + 2 * g, self.head_dim))
         q, k = rotate(heads[..., : h + g, :], *angles).split([h, g], -2)
         return q, k, heads[..., h + g :, :]
 
@@ -211,8 +211,8 @@ class MLP(nn.Module):
         self.gate_up = Together([self.gate_proj, self.up_proj])
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.gate_up.apart:
-            gate, up = self.gate_up(x).chunk(2, -1)
+        if (product := self.gate_up.product()) is not None:
+            gate, up = product(x).chunk(2, -1)
             return self.down_proj(self.act(gate).mul_(up))
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 

@@ -60,7 +60,7 @@ def test_weights_that_change_are_read_anew(dtype: torch.dtype, bias: bool) -> No
 def test_training_is_a_plain_linear_layer() -> None:
     linear, x = Linear(8, 4), torch.randn(3, 8)
     linear(x).sum().backward()
-    assert linear.weight.grad is not None and linear.alone.product is None
+    assert linear.weight.grad is not None and linear.alone.product() is None
     with torch.no_grad():
         linear(x)
     assert linear.alone.marks == []  # weights that learn are not packed between two steps
