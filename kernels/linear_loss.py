@@ -336,6 +336,8 @@ class _Linear(torch.autograd.Function):
         learns = job.wanted[1] or job.wanted[2]
         ctx.again = weight_T is None and learns
         fits = runs_on(*job.floats(), hidden_TD, weight_WD, bias_W) and hidden_TD.dtype != torch.float64
+        # No rows take this way too: engines that reduce gradients as they come need one order of them on all processes.
+        fits = fits and len(hidden_TD) > 0
         walk = walk_kernels if fits and not job.used & BEYOND_KERNELS else walk_chunks
         first = replace(job, wanted=(False, False, False)) if ctx.again else job
         done = walk(first, hidden_TD, weight_WD, bias_W, weight_T)
@@ -428,13 +430,6 @@ def make_job(
     return Job(tuple(terms), teacher, label_T, temperature, rows, (False, False, False), match)
 
 
-def no_rows(value_T: Tensor) -> LinearLoss:
-    """Of no rows; `value_T` [0] is in the graph of what was given."""
-    value_T = value_T.to(torch.promote_types(value_T.dtype, torch.float32))
-    none_T, ids_T = value_T.detach(), torch.zeros(0, dtype=torch.int64, device=value_T.device)
-    return LinearLoss(value_T.sum(), value_T, none_T, none_T, none_T, ids_T, ids_T.bool(), none_T)
-
-
 def logits_loss(
     logits_TW: Tensor,
     terms: Sequence[tuple[float, str]],
@@ -451,8 +446,6 @@ def logits_loss(
         raise ValueError("logits_loss: give the teacher's logits (Dense) or its likeliest ids (TopK)")
     rows, width = logits_TW.shape
     job = make_job("logits_loss", rows, width, terms, teacher, label_T, weight_T, temperature, match)
-    if not len(logits_TW):
-        return no_rows(logits_TW.sum(-1))
     job = replace(job, wanted=(torch.is_grad_enabled() and logits_TW.requires_grad, False, False))
     with torch.autocast(logits_TW.device.type, enabled=False):
         return LinearLoss(*_Given.apply(logits_TW, weight_T, job))
@@ -488,8 +481,6 @@ def linear_loss(
         )
     rows, width = len(hidden_TD), len(weight_WD)
     job = make_job("linear_loss", rows, width, terms, teacher, label_T, weight_T, temperature, match)
-    if not rows:
-        return no_rows(F.linear(hidden_TD, weight_WD[:1], None if bias_W is None else bias_W[:1])[:, 0])
     grad, sides = torch.is_grad_enabled(), 1 + isinstance(teacher, FromHidden)
     wanted = tuple(grad and x is not None and x.requires_grad for x in (hidden_TD, weight_WD, bias_W))
     job = replace(job, chunk=max(1, chunk or job_rows(rows, width, sides, hidden_TD.device.type)), wanted=wanted)

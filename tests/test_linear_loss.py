@@ -226,3 +226,21 @@ def test_refusals(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match="linear_loss") as error:
         linear_loss(**(call | {"teacher": Dense(torch.zeros(T, W))} | change))
     assert words in str(error.value)
+
+
+def test_gradients_arrive_in_one_order_whatever_the_rows() -> None:
+    """Engines that reduce gradients as they come put them into buckets in that order, on every process its own."""
+    orders = []
+    for rows in (3, 0):
+        given = [torch.randn(rows, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)]
+        given.append(torch.zeros(5, requires_grad=True))
+        order: list[int] = []
+        for i, x in enumerate(given):
+            x.register_post_accumulate_grad_hook(lambda _, i=i, order=order: order.append(i))
+        loss = linear_loss(
+            given[0], given[1], ((1.0, "ce"),), bias_W=given[2], label_T=torch.arange(rows), weight_T=torch.ones(rows)
+        )
+        loss.total.backward()
+        orders.append(order)
+        assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in given)
+    assert orders[0] == orders[1] and len(orders[0]) == 3
