@@ -49,7 +49,8 @@ from ..data.states import (
     write_shard,
 )
 from ..models.eagle3 import default_taps
-from ..models.target import Target, load_target
+from ..models.loading import load_target
+from ..models.target import Target
 from .progress import progress_bar
 
 HEAD_ROWS = 256  # rows of full-vocabulary logits held at once

@@ -244,7 +244,7 @@ def run_check(cfg: CheckConfig) -> None:
 
 def check_export(cfg: CheckConfig) -> CheckResult:
     """Check one export and print the outcome. ValueError when the replay does not agree."""
-    from ..models.target import load_target
+    from ..models.loading import load_target
     from .consistency_folder import check_consistency, stored_consistency
     from .denoisers import check_denoiser, stored_denoiser  # which replay in their own way, with what stands here
 

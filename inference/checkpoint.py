@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ..models.target import Target, quiet
+from ..models.loading import quiet
+from ..models.target import Target
 from .exporters.draft_model import spelled
 from .exporters.folder import CONFIG, WEIGHTS, read_json, sha256_of
 

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from ..models.adapters import Adapters
 from ..models.jacobi import BRANCHES, JacobiConfig
-from ..models.target import Target, load_target
+from ..models.loading import load_target
+from ..models.target import Target
 from .adapter_folder import settings_of
 from .card import render_card, scrub_values
 from .check import TOP, CheckConfig, CheckResult, float32_target, judged, stored_positions

@@ -546,7 +546,7 @@ def run_convert(cfg: ConvertConfig) -> None:
 
 def convert_files(cfg: ConvertConfig) -> Path:
     """Read, convert, export; returns the export folder. Prints files with hashes and every decision taken."""
-    from ..models.target import load_target
+    from ..models.loading import load_target
 
     config_file, files = find_files(cfg.source, cfg.revision)
     config = read_json(config_file) if config_file.exists() else {}

@@ -23,7 +23,8 @@ from torch import Tensor
 from ..models.denoiser import Denoiser, TargetDenoiser
 from ..models.diffusion import ObjectiveConfig
 from ..models.layouts import LAYOUTS, load_layout
-from ..models.target import Target, load_target
+from ..models.loading import load_target
+from ..models.target import Target
 from .adapter_folder import KIND, MERGED, denoiser_of, load_adapters, settings_of
 from .canvas import sight
 from .card import DECODE

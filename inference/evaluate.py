@@ -34,7 +34,8 @@ from ..losses.probs import SamplingParams
 from ..models import TRAINING_FREE, FreeSettings
 from ..models.int8 import NOTE, Weights
 from ..models.jacobi import Jacobi
-from ..models.target import Runner, Target, load_target
+from ..models.loading import load_target
+from ..models.target import Runner, Target
 from ..models.threads import settle_threads
 from .card import write_card
 from .consistency_folder import refuse_idle_branches, stored_consistency

@@ -26,7 +26,8 @@ from ..models import FreeSettings
 from ..models.denoiser import Denoiser, TargetDenoiser
 from ..models.int8 import NOTE, Weights
 from ..models.jacobi import Jacobi
-from ..models.target import Target, load_target
+from ..models.loading import load_target
+from ..models.target import Target
 from ..models.threads import settle_threads
 from .commit import Detokenizer, Event, Result, Stats
 from .consistency_folder import (

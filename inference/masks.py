@@ -14,7 +14,7 @@ from rich.console import Console
 from ..data.encode import encode_all
 from ..data.masks import show
 from ..data.sources import DataConfig, load_conversations
-from ..models.target import load_tokenizer
+from ..models.loading import load_tokenizer
 
 
 @dataclass(frozen=True)

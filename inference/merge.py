@@ -28,7 +28,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..models.target import DTYPES, Target, load_target
+from ..models.loading import load_target
+from ..models.target import DTYPES, Target
 from .adapter_folder import KIND, MERGED, Converted, adapter_facts, denoiser_of, load_adapters
 from .card import DECODE, render_card, scrub_values
 from .check import stored_positions

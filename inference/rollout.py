@@ -46,7 +46,8 @@ from ..data.sources import Conversation, DataConfig, load_conversations
 from ..data.states import write_atomically
 from ..losses.probs import SamplingParams
 from ..models.denoiser import Denoiser
-from ..models.target import Target, load_target
+from ..models.loading import load_target
+from ..models.target import Target
 from .adapter_folder import load_adapters
 from .answer_file import RolloutReport, check_settings, resume, write_line
 from .commit import Result

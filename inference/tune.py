@@ -34,7 +34,8 @@ from rich.table import Table
 from ..models import FreeSettings
 from ..models.int8 import Weights
 from ..models.jacobi import Jacobi, JacobiConfig
-from ..models.target import Target, load_target
+from ..models.loading import load_target
+from ..models.target import Target
 from .choose import Candidate, Chances, Costs, best_of_kinds, candidates
 from .commit import Stats
 from .consistency_folder import jacobi_of, load_consistency, stored_consistency

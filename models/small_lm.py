@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .families import check_supported
-from .target import Target, load_target
+from .loading import load_target
+from .target import Target
 
 Start = Literal["layers", "model", "random"]
 STARTS: tuple[Start, ...] = ("layers", "model", "random")

@@ -14,28 +14,20 @@ masks and sliding windows).
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
-import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
-from transformers.utils import cached_file, logging
 
 from ..losses.distill import ByHead, Logits
 from .cache import Cache, PrefixCache
-from .drafter import Batch, TargetFacts, TargetOut
-from .families import FAMILIES, check_supported, family_of, find_parts, rope_of, windows_of
+from .drafter import Batch, TargetOut
+from .facts import banned_ids, facts_of, fingerprint, refuse_non_finite
+from .families import check_supported, family_of, find_parts, windows_of
 from .int8 import NO_GRADIENTS, Int8Linear, Weights, check_weights
 from .lean import (
     ATTENTION,
@@ -49,8 +41,7 @@ from .lean import (
     some_of,
     why_not_lean,
 )
-from .quantize import Quantize, Quantized, check_quantize, quantization_config
-from .threads import warn_if_slow
+from .quantize import Quantized
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -124,14 +115,14 @@ class Target(nn.Module):
         self.quantized = "none" if quantized is None else quantized.kind
         self.weights: Weights = "full"
         self._rounded_heads: dict[bool, tuple[Tensor | None, object, Product]] = {}  # of all ids, and of some
-        self.facts = _facts(
+        self.facts = facts_of(
             model, tokenizer, name, revision, fingerprint(model) if quantized is None else quantized.fingerprint
         )
         self._fixed_to = self.facts.max_positions if self.facts.rope["rope_type"] == "longrope" else None
         self.banned_ids: Tensor
-        self.register_buffer("banned_ids", _banned_ids(tokenizer, self.facts.vocab), persistent=False)
+        self.register_buffer("banned_ids", banned_ids(tokenizer, self.facts.vocab), persistent=False)
         if quantized is None:
-            _refuse_non_finite(model, name)
+            refuse_non_finite(model, name)
         elif type(self.head_weight) is not nn.Parameter or not self.head_weight.is_floating_point():
             raise ValueError(
                 f"target {name!r}: quantize = {quantized.kind} rounded its output head, which is read as it is"
@@ -485,334 +476,3 @@ def live_states(target: Target, drafter: Any, batch: Batch) -> TargetOut:
         out.taps_BTPD, last_hidden_BTD, head=target.head, by_head=target.by_head, embed=target.embed, forward=forward,
         kv=cache,
     )  # fmt: skip
-
-
-def load_target(
-    name: str,
-    *,
-    dtype: str | torch.dtype = "bfloat16",
-    device: str | torch.device = "cpu",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    quantize: Quantize = "none",
-    denoises: bool = False,
-    runner: Runner = "auto",
-    weights: Weights = "full",
-) -> Target:
-    """Load a target by hub id, local folder, GGUF file, or built-in name (`smollm2`, `tiny`).
-
-    `revision` pins a hub id (what was loaded is recorded in `facts.revision`). `trust_remote_code` needs a revision of
-    40 hexadecimal digits, and prints the files that may run. Raises ValueError for everything that would not run exactly
-    as saved: unknown names and dtypes, unsupported models, missing, unexpected, mis-shaped or non-finite weights, a
-    tokenizer larger than the embedding, a config without a rotary base.
-
-    `quantize`: round the layers' weights (models/quantize.py). They are read twice, first in full for the fingerprint.
-    `denoises`: it will be run as a denoiser; otherwise merged weights of a converted model, which would answer
-    nonsense, are refused. `runner`: see `Target`. `weights`: int8 rounds them for decoding (`Target.round_weights`).
-    """
-    from . import pretrained  # imports this module
-
-    if isinstance(dtype, str) and dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
-    dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
-    check_quantize(quantize, device)
-    check_weights(weights, dtype)
-    if quantize != "none" and (name == "tiny" or name.endswith(".gguf")):
-        raise ValueError(
-            f"quantize = {quantize}: target {name!r} is made in memory; name a folder or hub id, or quantize=none"
-        )
-    try:
-        torch.empty(1, device=device).sum().item()
-    except (RuntimeError, AssertionError) as error:  # NotImplementedError (`meta`) is a RuntimeError
-        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    warn_if_slow(device)
-    if name == "tiny":
-        target = pretrained.tiny_target(dtype=dtype).to(device)
-        target.choose_runner(runner)
-        target.round_weights(weights)
-        return target
-    source = _source(name, revision, trust_remote_code)
-    quantized = None
-    try:
-        if quantize != "none":
-            full = _load_model(source, dtype)
-            _refuse_non_finite(full, source.name)
-            quantized = Quantized(quantize, fingerprint(full))
-            del full
-        model, tokenizer = _load_model(source, dtype, quantize, device), _load_tokenizer(source)
-    except OSError as error:
-        raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    if not denoises and (getattr(model.config, "draftsmith", None) or {}).get("kind") == "merged":
-        raise ValueError(
-            f"target {name!r} is a converted model, its adapters merged into it: it denoises, and is no autoregressive "
-            "model any more; name the one that was converted, or give the folder as --model"
-        )
-    target = Target(model, tokenizer, source.name, source.commit, quantized=quantized, runner=runner).to(device)
-    if model.config.model_type not in FAMILIES:
-        _probe(target)
-    target.round_weights(weights)
-    return target
-
-
-def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that `load_target` would load, without the weights. Raises ValueError likewise."""
-    from . import pretrained
-
-    if name == "tiny":
-        return pretrained.tiny_tokenizer()
-    source = _source(name, revision, trust_remote_code)
-    try:
-        return _load_tokenizer(source)
-    except OSError as error:
-        raise ValueError(f"tokenizer of {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a target lies: a folder or hub id, the GGUF file in it, the hub commit; and the name to record."""
-
-    name: str
-    where: str
-    gguf: str | None
-    commit: str | None
-    trust_remote_code: bool
-
-    def options(self) -> dict[str, Any]:
-        """Arguments that every `from_pretrained` gets."""
-        chosen: dict[str, Any] = {"revision": self.commit, "trust_remote_code": self.trust_remote_code}
-        return chosen if self.gguf is None else chosen | {"gguf_file": self.gguf}
-
-
-def _source(name: str, revision: str | None, trust_remote_code: bool) -> _Source:
-    from . import pretrained
-
-    if trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
-        raise ValueError(
-            f"trust_remote_code runs code from {name!r}: pin it with revision = the 40 hexadecimal digits of a commit "
-            f"you have read (now: {revision!r})"
-        )
-    path, gguf = (pretrained.smollm2_folder() if name == "smollm2" else Path(name)).expanduser(), None
-    if path.suffix == ".gguf" and path.is_file():
-        path, gguf = path.parent, path.name
-    if path.is_dir():
-        shown = name if name == "smollm2" else (gguf or path.resolve().name)
-        if trust_remote_code:
-            _show_code(path, shown)
-        return _Source(shown, str(path), gguf, None, trust_remote_code)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise ValueError(f"target {name!r}: no such folder or GGUF file, no hub id (owner/name), not smollm2 or tiny")
-    try:
-        commit = _commit_of(name, revision)
-        if trust_remote_code:
-            _show_code(Path(snapshot_download(name, revision=commit, allow_patterns=["*.py", "*.json"])), name)
-        return _Source(name, name, None, commit, trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
-def _show_code(folder: Path, name: str) -> None:
-    """Print which Python files `trust_remote_code` lets run, with their SHA-256. Raises ValueError when a config takes
-    code from another repository, which no revision pins."""
-    for settings in sorted(folder.glob("*.json")):
-        raw = json.loads(settings.read_text(encoding="utf-8"))
-        named = str(raw.get("auto_map", "")) if isinstance(raw, dict) else ""
-        if "--" in named:
-            raise ValueError(
-                f"target {name!r}: {settings.name} takes code from another repository ({named}), which `revision` does "
-                "not pin; copy that code into a folder of your own and read it"
-            )
-    print(f"trust_remote_code: {name!r} may run", file=sys.stderr)
-    for file in sorted(folder.rglob("*.py")):
-        print(f"  {hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder)}", file=sys.stderr)
-
-
-def _commit_of(hub_id: str, revision: str | None) -> str:
-    """The commit (40 hexadecimal digits) that a branch, tag or short name means now. Raises OSError if unknown."""
-    file = cached_file(hub_id, "config.json", revision=revision)
-    found = re.search(r"snapshots[/\\]([0-9a-f]{40})[/\\]", file or "")
-    if found is None:
-        raise OSError(f"no commit found for revision {revision!r} of {hub_id!r}")
-    return found[1]
-
-
-def _load_model(
-    source: _Source, dtype: torch.dtype, quantize: Quantize = "none", device: str | torch.device = "cpu"
-) -> Any:
-    """The model by transformers, refusing what it would fill in silently."""
-    options = source.options()
-    if source.gguf is not None:
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    else:
-        raw, _ = PretrainedConfig.get_config_dict(source.where, revision=source.commit)
-        for key in ("vision_config", "audio_config"):
-            if raw.get(key) is not None:
-                raise ValueError(
-                    f"target {source.name!r} (type {raw.get('model_type')!r}) has {key}: models with image or audio "
-                    "input are not supported; extract its language model first"
-                )
-        if "text_config" in raw:
-            outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
-            raw = outer | raw["text_config"]
-            settings = {key: value for key, value in raw.items() if key != "model_type"}
-            options |= {"config": AutoConfig.for_model(raw["model_type"], **settings), "key_mapping": _NESTED}
-        else:
-            options["config"] = AutoConfig.from_pretrained(source.where, **options)
-        check_supported(options["config"])
-        if not _has_theta(raw):
-            raise ValueError(
-                f"the config.json of {source.name!r} has no rotary base (rope_theta): add the one that the model was "
-                "trained with"
-            )
-    tied = "config" in options and bool(getattr(options["config"], "tie_word_embeddings", False))
-    options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
-    if quantize != "none":
-        options |= {"quantization_config": quantization_config(quantize, dtype), "device_map": {"": device}}
-    with quiet():
-        found = AutoModelForCausalLM.from_pretrained(source.where, **options)
-    model, info = cast(tuple[Any, dict[str, Any]], found)
-    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        names = sorted(str(key) for key in info.get(what, ()) if not re.search(_IGNORABLE, str(key)))
-        if names:
-            raise ValueError(
-                f"weights of {source.name!r}: {len(names)} {what.replace('_', ' ')}: {', '.join(names[:8])}"
-                f"{' ...' if len(names) > 8 else ''}; the files do not belong to this config.json"
-            )
-    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        raise ValueError(
-            f"target {source.name!r}: its config.json says tie_word_embeddings, but its files hold an output head that "
-            "differs from the embedding; set the flag to false if the head is right, or remove the head"
-        )
-    return model
-
-
-def _load_tokenizer(source: _Source) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(source.where, **source.options())
-    if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token  # never a new token: it would have no embedding row
-    return tokenizer
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars and no load report of transformers: what is wrong becomes an error of ours."""
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-# A language model saved inside a larger one: its tensors bear one more prefix.
-_NESTED = {
-    r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=layers\.|embed_tokens\.|norm\.)": "model.",
-    r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
-}
-_IGNORABLE = r"rotary_emb\.inv_freq|(^|\.)mtp\."
-
-
-def _has_theta(raw: dict[str, Any]) -> bool:
-    keys = ("rope_theta", "rotary_emb_base", "rope_base")
-    nested = [value for value in raw.values() if isinstance(value, dict)]
-    return any(raw.get(key) is not None for key in keys) or any(_has_theta(value) for value in nested)
-
-
-def _probe(target: Target) -> None:
-    """A family without a record must give the logits of its own forward pass. Raises ValueError if it does not."""
-    ids_BT = torch.arange(3, 19, device=target.device)[None] % target.facts.vocab
-    with torch.no_grad():
-        ours = target.head(target.forward(ids_BT, torch.arange(16, device=target.device)[None]).last_hidden_BTD)
-        theirs = target.model(ids_BT).logits
-    gap = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
-    tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) else 5e-2
-    if not gap < tolerance:
-        raise ValueError(
-            f"target of type {target.model.config.model_type!r} is not supported: run by its parts, its logits differ "
-            f"from its own forward pass by {gap:.2g} of their range; add a record for it to models/families.py"
-        )
-
-
-def _refuse_non_finite(model: Any, name: str) -> None:
-    for key, weight in model.named_parameters():
-        if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"target {name!r}: tensor {key} holds NaN or infinity")
-
-
-def _facts(model: Any, tokenizer: Any, name: str, revision: str | None, known_by: str) -> TargetFacts:
-    config = model.config
-    family = family_of(config)
-    vocab = model.get_input_embeddings().weight.shape[0]
-    token_ids = tokenizer.get_vocab()
-    tokens = max(token_ids.values()) + 1
-    if tokens > vocab:
-        raise ValueError(
-            f"target {name!r}: its tokenizer has {tokens} tokens, its embedding {vocab} rows; this tokenizer belongs "
-            "to another model (or tokens were added to it)"
-        )
-    heads = config.num_attention_heads
-    rope = rope_of(config)
-    longest = config.max_position_embeddings
-    if rope["rope_type"] == "longrope":
-        # Beyond this, its frequencies depend on the longest row of the batch; up to it they are fixed.
-        longest = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
-    return TargetFacts(
-        name=name,
-        revision=revision,
-        fingerprint=known_by,
-        family=config.model_type,
-        vocab=vocab,
-        tokens=tokens,
-        width=config.hidden_size,
-        layers=config.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate=config.intermediate_size,
-        norm_eps=getattr(config, family.norm_eps),
-        activation=getattr(config, family.activation),
-        rope=rope,
-        max_positions=longest,
-        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
-        eos_ids=_eos_ids(model, tokenizer),
-        tokenizer_hash=hashlib.sha256(json.dumps(sorted(token_ids.items())).encode()).hexdigest(),
-    )
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id that ends an answer: the tokenizer's, the config's and the generation config's."""
-    found: set[int] = set()
-    for owner in (tokenizer, model.config, getattr(model, "generation_config", None)):
-        ids = getattr(owner, "eos_token_id", None)
-        found |= set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
-    return tuple(sorted(found))
-
-
-def _banned_ids(tokenizer: Any, vocab: int) -> Tensor:
-    """int64 [X]: embedding rows that no token of the tokenizer has (never drafted, never emitted)."""
-    known_V = torch.zeros(vocab, dtype=torch.bool)
-    known_V[torch.tensor(sorted(tokenizer.get_vocab().values()))] = True
-    return (~known_V).nonzero()[:, 0]
-
-
-_VOLATILE = {
-    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
-    "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
-    "quantization_config", "return_dict", "torch_dtype", "transformers_version", "use_cache", "tie_word_embeddings",
-}  # fmt: skip
-
-
-def fingerprint(model: Any) -> str:
-    """sha256 (hex) over the settings that shape the computation, and every tensor's name, shape and 4096 values at
-    even steps, rounded to bf16 so that one checkpoint has one fingerprint in every dtype it is loaded in."""
-    settings = {
-        key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE and value is not None
-    }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for key, weight in sorted(model.named_parameters()):
-        flat = weight.detach().reshape(-1)
-        picked = flat[:: max(1, flat.numel() // 4096)][:4096].to(torch.bfloat16).view(torch.int16).cpu()
-        digest.update(f"{key} {tuple(weight.shape)}".encode() + picked.numpy().tobytes())
-    return digest.hexdigest()

@@ -59,7 +59,7 @@ def make(target, method):
 @pytest.fixture
 def target(tiny, monkeypatch):
     target = tiny(max_positions=512)
-    monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: target)
+    monkeypatch.setattr("draftsmith.models.loading.load_target", lambda name, **options: target)
     return target
 
 
@@ -195,7 +195,7 @@ def test_taps_off_by_one_are_seen(target, tmp_path):
 def test_another_targets_weights_are_seen(exported, tiny, monkeypatch):
     _, drafter, folder = exported
     stranger = tiny(max_positions=512, seed=9)
-    monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: stranger)
+    monkeypatch.setattr("draftsmith.models.loading.load_target", lambda name, **options: stranger)
     if drafter.draft_needs <= {"ids"}:  # reads the text alone: it computes the same beside any target
         with pytest.warns(UserWarning, match="other weights"):
             assert check_export(CheckConfig(str(folder))).difference < 1e-5
@@ -209,7 +209,9 @@ def test_another_targets_weights_are_seen(exported, tiny, monkeypatch):
 def test_half_precision_target_and_bf16_check(tiny, tmp_path, monkeypatch):
     target = tiny(max_positions=512, dtype=torch.bfloat16)
     asked = []
-    monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: asked.append(options) or target)
+    monkeypatch.setattr(
+        "draftsmith.models.loading.load_target", lambda name, **options: asked.append(options) or target
+    )
     folder = export(make(target, "eagle3"), tmp_path / "x", run=RunFacts(), target=target)
     assert check_export(CheckConfig(str(folder))).difference < 1e-5
     assert asked[0]["dtype"] == "bfloat16"  # as beside the trainer, then widened

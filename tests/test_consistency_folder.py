@@ -33,8 +33,9 @@ from draftsmith.inference.load import read_export_config
 from draftsmith.inference.push import stage
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.jacobi import JacobiConfig
+from draftsmith.models.loading import load_target
 from draftsmith.models.pretrained import tiny_target
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target
 
 OBJECTIVE = {"teacher": "own", "anchor": 10.0, "divergence": "kl"}
 RUN = RunFacts(

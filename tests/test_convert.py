@@ -60,7 +60,7 @@ def head3(target, tmp_path):
 
 @pytest.fixture(autouse=True)
 def offered_target(target, monkeypatch):
-    monkeypatch.setattr("draftsmith.models.target.load_target", lambda name, **options: target)
+    monkeypatch.setattr("draftsmith.models.loading.load_target", lambda name, **options: target)
 
 
 def written(folder, config, tensors, file="model.safetensors"):

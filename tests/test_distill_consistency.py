@@ -37,8 +37,8 @@ from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.consistency import PRESETS, Consistency, ConsistencyConfig
 from draftsmith.models.jacobi import Jacobi, JacobiConfig
+from draftsmith.models.loading import load_target
 from draftsmith.models.pretrained import tiny_target
-from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, distill_consistency, guard
 from draftsmith.train.checkpoint import State
 from draftsmith.train.guard import decoding_of, jacobi_probe, judge_of

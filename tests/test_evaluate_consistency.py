@@ -40,8 +40,9 @@ from draftsmith.inference.suites import SUITES, load_suite
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.jacobi import BRANCHES, JacobiConfig, prompt_seed, start_uniforms
+from draftsmith.models.loading import load_target
 from draftsmith.models.pretrained import tiny_target
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target
 
 BLOCK = 4
 

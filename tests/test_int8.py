@@ -25,7 +25,8 @@ from draftsmith.models import METHODS, int8
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.int8 import NARROW, NOTE, Int8Linear, int8_product, joined, rounded
 from draftsmith.models.lean import rounded_product
-from draftsmith.models.target import Target, live_states, load_target
+from draftsmith.models.loading import load_target
+from draftsmith.models.target import Target, live_states
 
 FAMILIES = ("llama", "llama-head16", "mistral-window", "qwen2", "qwen3")  # tied heads, biases, windows, q/k-norms
 

@@ -31,8 +31,9 @@ from draftsmith.inference.merge import MergeConfig, merge, run_merge
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.diffusion import PRESETS, ObjectiveConfig
+from draftsmith.models.loading import load_target
 from draftsmith.models.pretrained import tiny_target
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target
 
 FAMILY = {"plain": "llama", "sdar": "qwen3", "fast_dllm_v2": "qwen2"}
 OBJECTIVE = {

@@ -22,9 +22,10 @@ from draftsmith.models import quantize as module
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion
 from draftsmith.models.diffusion import PRESETS
+from draftsmith.models.loading import load_target
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.quantize import PACKAGE, Quantized
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Target
 
 OBJECTIVE = replace(PRESETS["sdar"], block=4)
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.models.families import FAMILIES, ROPE_TYPES
+from draftsmith.models.loading import load_target, load_tokenizer
 from draftsmith.models.pretrained import byte_tokenizer, tiny_target
-from draftsmith.models.target import Target, document_mask, load_target, load_tokenizer
+from draftsmith.models.target import Target, document_mask
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e6, "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {

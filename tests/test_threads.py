@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftsmith.models.target import load_target
+from draftsmith.models.loading import load_target
 from draftsmith.models.threads import SMALL, settle_threads, why_slow
 
 

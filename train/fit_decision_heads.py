@@ -37,7 +37,7 @@ from draftsmith.models.decision_heads import (
     held_out,
     observe,
 )
-from draftsmith.models.target import load_target
+from draftsmith.models.loading import load_target
 from draftsmith.train.script import command, versions
 
 SCRIPT = Path(__file__).name

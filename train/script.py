@@ -26,7 +26,8 @@ from ..data.sources import Conversation, load_conversations
 from ..data.states import data_fingerprint
 from ..inference.card import scrub_values
 from ..inference.exporters.layout import RunFacts
-from ..models.target import Target, load_target
+from ..models.loading import load_target
+from ..models.target import Target
 from . import checkpoint
 from .loop import Summary
 from .stream import Stream

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.inference.speculate import DecodeConfig, generate
     from draftsmith.inference.suites import load_suite
     from draftsmith.losses.probs import SamplingParams
-    from draftsmith.models.target import load_target
+    from draftsmith.models.loading import load_target
 
     torch.set_num_threads(args.threads)
     console = Console(width=130, highlight=False)
@@ -189,7 +189,7 @@ def ragged(dtype: str) -> tuple[int, int]:
     from draftsmith.inference.load import free_drafter
     from draftsmith.inference.speculate import DecodeConfig, chain_width, generate
     from draftsmith.losses.probs import SamplingParams
-    from draftsmith.models.target import load_target
+    from draftsmith.models.loading import load_target
 
     target, exact = load_target("tiny", dtype=dtype), dtype == "float64"
     prompts = prompts_of(target, 2 * ROWS)

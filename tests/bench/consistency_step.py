@@ -32,7 +32,7 @@ from draftsmith.data.jacobi_states import PlacedStates, pack_states
 from draftsmith.data.packing import make_batch
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.consistency import PRESETS, Consistency
-from draftsmith.models.target import load_target
+from draftsmith.models.loading import load_target
 
 sys.path.append(str(Path(__file__).parents[1]))
 from plain_consistency import plain_parts

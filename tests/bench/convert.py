@@ -57,7 +57,8 @@ from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.adapters import AdapterConfig, Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion
 from draftsmith.models.diffusion import ObjectiveConfig
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.loading import load_target
+from draftsmith.models.target import Target
 from draftsmith.train import convert_block_diffusion
 
 ROOT = Path(__file__).resolve().parents[2]

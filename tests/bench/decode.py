@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.inference.evaluate import machine
     from draftsmith.inference.figures import Bootstrap, Sample, ratio, speed
     from draftsmith.inference.suites import load_suite
-    from draftsmith.models.target import load_target
+    from draftsmith.models.loading import load_target
 
     torch.set_num_threads(args.threads)
     target = load_target("tiny" if args.quick else "smollm2", dtype="bfloat16")

@@ -43,7 +43,7 @@ from draftsmith.inference.evaluate import EvaluateConfig, evaluate, write_report
 from draftsmith.inference.figures import Bootstrap
 from draftsmith.models import TRAINING_FREE
 from draftsmith.models.eagle3 import default_taps
-from draftsmith.models.target import load_target
+from draftsmith.models.loading import load_target
 from draftsmith.train import distill_draft
 
 ROOT = Path(__file__).resolve().parents[2]

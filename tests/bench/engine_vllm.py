@@ -359,7 +359,7 @@ def run_fixture(fixture: Path, dtype: str, k: int, out: Path) -> dict[str, Any]:
     """The known head through `convert`, in our runtime, one prompt at a time as the engine had them."""
     from draftsmith.inference.convert import ConvertConfig, convert_files
     from draftsmith.inference.load import load_drafter
-    from draftsmith.models.target import load_target
+    from draftsmith.models.loading import load_target
 
     name = f"fixture_{dtype}_k{k}"
     known = json.loads((fixture / "engine.json").read_text())
@@ -410,8 +410,8 @@ def real_heads(
     """SmolLM2 in float32, held-out prompts, and one export per head (trained now where none is given)."""
     from draftsmith.data.encode import prompt_ids
     from draftsmith.inference.suites import load_suite
+    from draftsmith.models.loading import load_target
     from draftsmith.models.pretrained import smollm2_folder
-    from draftsmith.models.target import load_target
 
     exports = {}
     for name in names:

@@ -37,7 +37,8 @@ from draftsmith.kernels import KERNELS
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS, TRAINING_FREE
 from draftsmith.models import slots as rules
-from draftsmith.models.target import Target, live_states, load_target
+from draftsmith.models.loading import load_target
+from draftsmith.models.target import Target, live_states
 
 PARTS = ("kernels", "decode", "train", "methods", "slots")
 

@@ -47,7 +47,8 @@ from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS, TRAINING_FREE, FreeSettings
 from draftsmith.models.drafter import Budget, Commit, Prefill
 from draftsmith.models.jacobi import JacobiConfig
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.loading import load_target
+from draftsmith.models.target import Target
 from draftsmith.models.tree import Tree
 
 SHAPES = {

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from draftsmith.models.lean import packed_product
-from draftsmith.models.target import DTYPES, Target, load_target
+from draftsmith.models.loading import load_target
+from draftsmith.models.target import DTYPES, Target
 
 WIDTH = 5
 

@@ -45,7 +45,7 @@ from draftsmith.inference.speculate import generate
 from draftsmith.inference.turns import Turns
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models.denoiser import TargetDenoiser
-from draftsmith.models.target import load_target
+from draftsmith.models.loading import load_target
 
 WORDS = [
     "rain",

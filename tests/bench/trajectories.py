@@ -35,7 +35,7 @@ from draftsmith.data.sources import Conversation, DataConfig, load_conversations
 from draftsmith.inference.rollout import rollout
 from draftsmith.inference.trajectories import TrajectoryConfig, sample_number, with_states
 from draftsmith.losses.probs import SamplingParams
-from draftsmith.models.target import load_target
+from draftsmith.models.loading import load_target
 from draftsmith.models.trajectories import answer_blocks, first_states
 
 States = list[list[int]]  # of one block, the first guesses first and the fixed point last
