@@ -308,7 +308,7 @@ def test_what_is_given_takes_the_place_of_the_folders(
         raise ValueError(repr(arguments[4]))
 
     for name in ("base_of", "load_consistency"):
-        monkeypatch.setattr(commands, name, lambda *_, **__: None)
+        monkeypatch.setattr(commands, name, lambda *_, **__: tiny_target())
     monkeypatch.setattr(commands, "evaluate_consistency", stop)
     assert main(["evaluate", "--model", model, "--out", str(tmp_path / "out"), *argv]) == 2
     assert repr(settings) in capsys.readouterr().err
