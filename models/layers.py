@@ -51,7 +51,7 @@ class Together:
     def product(self) -> Product | None:
         """[..., in] -> [..., sum of out]; None where the layers are to be called themselves, because they learn, gradients
         are wanted, autocast picks types, or nothing is gained."""
-        weights = [layer.weight for layer in self.layers]
+        weights: list[Tensor] = [layer.weight for layer in self.layers]
         if weights[0].dtype != torch.bfloat16 or torch.is_grad_enabled() or any(w.requires_grad for w in weights):
             return None
         if torch.is_autocast_enabled(weights[0].device.type):
