@@ -56,7 +56,7 @@ class Together:
             return None
         if torch.is_autocast_enabled(weights[0].device.type):
             return None
-        biases = [layer.bias for layer in self.layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in self.layers if layer.bias is not None]
         marks = [mark(x) for x in (*weights, *biases)]
         if marks != self.marks:
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
