@@ -144,7 +144,7 @@ test)
     say "mypy"
     mypy
     say "pytest"
-    python -m pytest "${@:2}"
+    python -m pytest -n "$(cpu_processes)" --dist loadfile "${@:2}"
     ;;
 -h | --help | help)
     sed -n '2,/^set -euo/p' "${BASH_SOURCE[0]}" | sed '$d; s/^# \{0,1\}//'
