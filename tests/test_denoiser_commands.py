@@ -84,6 +84,7 @@ def test_serve_answers_by_the_same_rules(folders: dict[str, str]) -> None:
     for options, words in (
         ({"model": folders["merged"], "self_draft": True}, "needs adapters"),
         ({"model": folders["merged"], "tree": "static"}, "tree: are about drafts"),
+        ({"model": folders["merged"], "prefix_mb": 64}, "prefix_mb = 64: a denoiser reads every prompt as a whole"),
     ):
         with pytest.raises(ValueError, match=words):
             load_served(ServeConfig(**options), ())
