@@ -18,7 +18,8 @@ import torch
 from draftsmith.inference.adapter_folder import Converted, save_adapters
 from draftsmith.inference.denoisers import decode_of_denoiser, stored_denoiser
 from draftsmith.inference.engine import Engine
-from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
+from draftsmith.inference.evaluate import run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.exporters import SCHEMAS
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.generate import GenerateConfig, run_generate
