@@ -235,6 +235,10 @@ def load_served(cfg: ServeConfig, named: Collection[str]) -> Served:
         drafter = SelfDraft(denoiser)
         drafter.bind(denoiser.target)
         return with_engine(Assembled(denoiser.target, drafter, decode_of(common), None), cfg.max_rows, cfg.prefix_mb)
+    if cfg.prefix_mb not in (0, ServeConfig.prefix_mb):
+        raise ValueError(
+            f"prefix_mb = {cfg.prefix_mb}: a denoiser reads every prompt as a whole, with or without it; leave it out"
+        )
     how = replace(how, max_rows=cfg.max_rows)
     return Served(denoiser, lambda _: Turns(denoiser, how), f"decided by {how.strategy.select}")
 

@@ -13,7 +13,8 @@ from test_lean import CASES, close, ids_of, run_by, same, small
 from test_speculate import Lookup
 from torch import Tensor, nn
 
-from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
+from draftsmith.inference.evaluate import run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.generate import GenerateConfig, refuse_idle_flags, run_generate

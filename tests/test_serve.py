@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from serving import DECODE, complete, running, streamed, until
 
 from draftsmith.inference import serve as command
 from draftsmith.inference import server as http
+from draftsmith.inference.commit import Request
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.generate import Assembled
@@ -275,6 +277,8 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     (CHAT_OK | {"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "guided_regex"),
     (OK | {"guided_regex": ""}, 400, "guided_regex"),
     (CHAT_OK | {"tools": [{"type": "function"}]}, 400, "tools"),
+    (OK | {"store": True}, 400, "store"),
+    (OK | {"service_tier": "flex"}, 400, "service_tier"),
 ]  # fmt: skip
 
 
@@ -285,7 +289,14 @@ def test_wrong_requests_are_refused_by_field(client: httpx.Client) -> None:
         error = reply.json()["error"]
         assert (reply.status_code, error["param"]) == (status, param), (body, reply.text)
         assert param in error["message"] and error["type"] == "invalid_request_error"
-    for harmless in ({"user": "me"}, {"top_k": -1}, {"logit_bias": {}}, {"seed": None}, {"best_of": 1}):
+    for harmless in (
+        {"user": "me"},
+        {"top_k": -1},
+        {"logit_bias": {}},
+        {"seed": None},
+        {"best_of": 1},
+        {"store": False},
+    ):
         assert complete(client, "x", max_tokens=1, **harmless)["choices"]
 
 
@@ -321,6 +332,24 @@ def test_bodies_that_are_no_request(client: httpx.Client, live: Any, monkeypatch
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         link.sendall(head)
         assert link.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_who_does_not_read_is_hung_up_on(made: Assembled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold one of the server's connections for ever."""
+    monkeypatch.setattr(http, "GRACE_SECONDS", 0.3)
+    with running(made) as (client, server):
+        server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connections = server.server_state.connections
+        with socket.socket() as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            link.connect(server.address)
+            until(lambda: len(connections) == 1)
+            link.settimeout(0.2)
+            with suppress(OSError):  # the server reads no more before its replies are
+                for _ in range(2000):
+                    link.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            until(lambda: not connections, 4.0)  # before uvicorn takes it for idle
+        assert client.get("/health").status_code == 200
 
 
 def test_models_health_and_metrics(client: httpx.Client) -> None:
@@ -434,6 +463,24 @@ def test_a_failing_pass_of_a_denoiser_fails_its_batch_alone(tiny: Any, capsys: p
             assert first.result().status_code == 500
             assert second.result()["choices"][0]["text"] == want
     assert "a fault of the model" in capsys.readouterr().err
+
+
+def test_who_ended_in_a_pass_that_failed_is_given_up_too(tiny: Any) -> None:
+    denoiser = denoiser_of(tiny(dtype=torch.float64), 4, 3, shift=True)
+    turns = Turns(denoiser, DiffuseConfig(max_rows=2))
+    asked = [Request(i, [5, 6], SamplingParams(max_new_tokens=40), (), None, live=False) for i in range(2)]
+    for one in asked:
+        turns.add(one)
+    turns.step()
+
+    def broken() -> Any:
+        asked[0].stop_reason = "length"
+        raise RuntimeError("a fault of the model")
+
+    turns.batch.step = broken
+    with pytest.raises(RuntimeError):
+        turns.step()
+    assert turns.clear() == asked and not turns.busy
 
 
 @pytest.mark.parametrize(("drain", "signals"), [(20.0, 1), (0.2, 1), (20.0, 2)])

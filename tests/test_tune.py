@@ -14,7 +14,8 @@ from draftsmith.inference import probes
 from draftsmith.inference import tune as tuning
 from draftsmith.inference import tuned as storing
 from draftsmith.inference.consistency_folder import save_consistency
-from draftsmith.inference.evaluate import EvaluateConfig, plan, run_evaluate
+from draftsmith.inference.evaluate import plan, run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import folder as folders
 from draftsmith.inference.exporters.layout import RunFacts
