@@ -196,7 +196,10 @@ def _kind(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # as deep as can just be read
+        return _kind(value)
     return text if len(text) <= 40 else _kind(value)
 
 
