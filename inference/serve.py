@@ -131,6 +131,8 @@ class ServeConfig:
             raise ValueError(f"serve: port={self.port}, must be in 0..65535")
         if not 0 < self.timeout < 1e6 or not 0 <= self.drain < 1e6:
             raise ValueError(f"serve: timeout={self.timeout}, drain={self.drain}: must be seconds, timeout more than 0")
+        if self.name is not None and not (self.name.strip() and self.name.isprintable()):
+            raise ValueError(f"serve: name={self.name!r}, must be a printable text that is not empty")
         if self.default_answer > self.max_answer:
             raise ValueError(
                 f"serve: default_answer={self.default_answer} is more than max_answer={self.max_answer}: lower it"
@@ -190,6 +192,8 @@ def refuse_taken(host: str, port: int) -> None:
                     errors.append(error)
     except OSError as error:  # no such name
         errors.append(error)
+    except ValueError:  # half a character, a part that is too long, a zero byte
+        raise ValueError(f"host={host[:100]!r} cannot be an address: give one of this machine, or 127.0.0.1") from None
     if errors and (not free or errors[0].errno in (errno.EADDRINUSE, errno.EACCES)):
         raise ValueError(
             f"host={host!r}, port={port}: {errors[0].strerror}; choose another with --port (0 = a free one)"
