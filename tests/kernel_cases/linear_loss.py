@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,3 +73,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield case(kind, teacher, LABELS if teacher is None else OBJECTIVE, bias_W, label_T)
     banned_W = bias_W.clone().index_fill_(0, torch.tensor([7]), float("-inf"))
     yield case("a banned id", None, LABELS, banned_W, label_T.masked_fill(label_T == 7, 8))
+    # Of five ids the teacher has two alone, one of which is banned: losses that stay of size 1.
+    topk = teachers(t, w, dtype)["topk"]
+    log_p_TK = torch.tensor([0.5, 0.5, 0, 0, 0]).log().expand(t, 5)
+    sure = replace(topk, ids_TK=torch.tensor([7, 3, 0, 9, -1]).expand(t, 5), log_p_TK=log_p_TK, tail_T=None)
+    terms = tuple((factor, name) for factor, name in OBJECTIVE if name in ("tv", "jsd", "entropy"))
+    yield case("a certain teacher of a banned id", sure, terms, banned_W, label_T)
