@@ -180,7 +180,7 @@ def _tiles(dtype: torch.dtype, width: int, groups: int, by_path: bool) -> tuple[
     bd = max(16, 1 << (width - 1).bit_length())
     narrow = by_path or dtype == torch.float32
     bt = max(16 if narrow else 64, 1 << (groups - 1).bit_length())
-    bn, warps = 32, 8 if bt * bd >= 4096 else 4
+    bn, warps = 32, 8 if bt * bd >= 4096 or (by_path and bd >= 128) else 4  # with fewer, registers spill
     return {"BT": bt, "BN": bn, "BD": bd}, {"num_warps": warps, "num_stages": 2}
 
 

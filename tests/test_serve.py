@@ -659,7 +659,7 @@ def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
         run_serve(ServeConfig(target="tiny", port=port))
     with pytest.raises(ValueError, match=r"host='203\.0\.113\.5', port=0"):
         run_serve(ServeConfig(target="tiny", host="203.0.113.5", port=0, api_key_env="KEY"))
-    for host in ("a" * 300, "x\0y", "\udc80"):
+    for host in ("a" * 300, "\udc80"):
         with pytest.raises(ValueError, match="cannot be an address"):
             command.refuse_taken(host, 0)
     for host, known in (("127.0.0.2", "127.0.0.2"), ("::1", "[::1]"), ("127.0.0.1", "localhost")):
