@@ -160,6 +160,8 @@ class Ahead:
 
     def clear(self, engine: Any) -> None:
         """Forget everything, after a step that failed."""
+        if self._kept:
+            torch.cuda.synchronize()  # one of the graphs may be running
         self.pending.clear()
         self._held, self.rows = {}, None
         self._kept.clear()

@@ -2,7 +2,8 @@
 by name. Nothing here knows of HTTP or of a model. Tests: tests/test_serve.py.
 
 A field that is `null` counts as left out. Fields of OpenAI's that ask for something the server has not are refused,
-except where their value asks for nothing; `user` and `metadata` are read by nobody.
+except where their value asks for nothing; what is said of the client alone (`user`, `metadata`, `safety_identifier`) is
+read by nobody.
 """
 
 from __future__ import annotations
@@ -196,7 +197,10 @@ def _kind(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # read where the stack was less deep
+        return _kind(value)
     return text if len(text) <= 40 else _kind(value)
 
 
@@ -324,7 +328,7 @@ CHAT: dict[str, Callable[[str, Any], None]] = {
     "top_logprobs": _whole(0, MAX_TOP_LOGPROBS),
 }
 COMPLETIONS: dict[str, Callable[[str, Any], None]] = {"prompt": _anything, "logprobs": _whole(0, MAX_TOP_LOGPROBS)}
-IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier")
+IGNORED = ("user", "metadata", "safety_identifier")
 # Fields of OpenAI's, and the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -337,6 +341,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),

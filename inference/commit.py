@@ -83,7 +83,7 @@ class Stats:
             ],
             seconds={s: self.seconds[s] + other.seconds[s] for s in STAGES},
             rule=self.rule if self.rule == other.rule or other.rule == "plain" else other.rule,
-            step=self.step if self.step == other.step else f"{self.step}; {other.step}",
+            step=_steps(self, other),
         )
 
     def record(self, kept: int, path_ranks: Sequence[int], tested: bool, nodes: int) -> None:
@@ -103,6 +103,11 @@ class Stats:
         if tested and kept > len(path_ranks):
             _count(self.tried, accepted)
             _count(self.accepted, accepted, 0)
+
+
+def _steps(a: Stats, b: Stats) -> str:
+    """Where the steps of both ran, each said once."""
+    return "; ".join(dict.fromkeys(part for x in (a, b) if x.requests for part in x.step.split("; "))) or b.step
 
 
 def _count(counts: list[int], index: int, by: int = 1) -> None:

@@ -12,6 +12,8 @@ from ..losses.probs import SamplingParams
 from . import verify
 from .trees import TREES, Plan, check_choices, fits
 
+MOST_ROWS = 4096  # of a draft: building more takes minutes, and no verification of so many rows pays (ours)
+
 
 @dataclass(frozen=True)
 class DecodeConfig:
@@ -69,6 +71,9 @@ class DecodeConfig:
         for name in ("k", "nodes", "width", "max_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"decode: {name}={getattr(self, name)}, must be an integer >= 1")
+        for name in ("k", "nodes", "width", "fixed_width"):
+            if (getattr(self, name) or 0) > MOST_ROWS:
+                raise ValueError(f"decode: {name}={getattr(self, name)}, at most {MOST_ROWS}: ask for fewer")
         if self.tree not in TREES:
             raise ValueError(f"decode: tree={self.tree!r}: use one of {', '.join(TREES)}")
         if self.verifier != "auto" and self.verifier not in verify.VERIFIERS:

@@ -117,6 +117,7 @@ class Engine:
         self.waiting: list[Request] = []
         self.requests: list[Request] = []
         self.entering: list[Request] = []  # of the step at hand
+        self.untold: list[Request] = []  # of the step at hand, those that were not done when it began
         self.plan = None if drafter is None else plan_of(drafter, decode, facts.vocab, facts.tokens)
         chain = TREES[decode.tree].chain
         # Of drafters that propose:
@@ -185,12 +186,12 @@ class Engine:
             request.stop_reason = "cancelled"
 
     def clear(self) -> list[Request]:
-        """After a step that failed: forget the requests that took part in it, and give those that were not done. Those that
-        wait stay."""
-        failed = [r for r in self.requests if r.stop_reason is None]
-        failed += [r for r in self.entering if r not in failed and r.stop_reason is None]
+        """After a step that failed: forget the requests that took part in it, and give those whose end nobody was told of,
+        those among them that ended in it. Those that wait stay."""
+        failed = [*self.untold, *self.entering]
+        failed += [r for r in self.requests if r.stop_reason is None and r not in failed]
         self.waiting = [r for r in self.waiting if r not in failed]
-        self.requests, self.entering = [], []
+        self.requests, self.entering, self.untold = [], [], []
         self.commit = self.state = None
         self.begun = False
         if self.ahead is not None:
@@ -213,6 +214,12 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Let waiting requests in, where rows are free; otherwise one verification for every request that is not done."""
+        self.untold = [r for r in self.requests if r.stop_reason is None]
+        events = self._step()
+        self.entering, self.untold = [], []
+        return events
+
+    def _step(self) -> list[Event]:
         free = self.rows - self.running if self.open or not self.requests else 0
         events: list[Event] = []
         if self.waiting and free > 0:
@@ -224,9 +231,7 @@ class Engine:
                 count = read_together([len(r.prompt) for r in newcomers], starts, self.longest)
             self.entering = newcomers[:count]
             del self.waiting[:count]
-            events += self._enter(self.entering, starts[:count])
-            self.entering = []
-            return events
+            return events + self._enter(self.entering, starts[:count])
         if self.closes_up and 0 < self.running < len(self.requests):
             events = self._settle()
             if self.running:

@@ -20,204 +20,41 @@ import platform
 import subprocess
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from hashlib import sha256
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .. import __version__
 from ..losses.probs import SamplingParams
-from ..models import TRAINING_FREE, FreeSettings
-from ..models.int8 import NOTE, Weights
+from ..models.int8 import NOTE
 from ..models.jacobi import Jacobi
 from ..models.loading import load_target
-from ..models.target import Runner, Target
+from ..models.target import Target
 from ..models.threads import settle_threads
 from .card import write_card
 from .consistency_folder import refuse_idle_branches, stored_consistency
 from .denoisers import stored_denoiser
+from .evaluate_config import Arm, EvaluateConfig
+from .evaluate_progress import Bar, Partial, fingerprint
+from .evaluate_rows import examples_of, flags_of, row_of, same_width, trained
 from .figures import (
     CAUSES,
     DEFINITIONS,
     Bootstrap,
     Row,
     Sample,
-    acceptance,
     alarms,
-    by_category,
-    by_prompt,
     limits,
-    rate,
-    ratio,
-    speed,
-    split_per_pass,
 )
 from .load import PLAIN_MODEL, class_of, free_drafter, is_free, load_drafter, read_export_config, refuse_idle_settings
-from .report import html, pieces, print_report, visible
+from .report import html, print_report, visible
 from .speculate import DecodeConfig, Result, chain_width, generate, refuse_rule
 from .suites import SUITES, Prompt, load_suite
-from .ties import parting, pass_rows
 from .trees import TREES, fits
 from .tuned import cpu_name, refuses_tuned, stored_shape, use_threads
-from .verify import VERIFIERS, refuse_misfit
-
-SHOWN_DIVERGENCES = 5  # of padded chains, which are compared at equal width; of others all are measured
-Dtype = Literal["bfloat16", "float16", "float32", "float64"]
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """What to measure."""
-
-    model: str
-    """Export folder or Hub id of the drafter, of a consistency model (evaluate_consistency.py) or of a denoiser
-    (evaluate_denoiser.py); or, for any target and without training, ngram, suffix, recycling, lookahead, jacobi or
-    lm:MODEL (folder or Hub id of a small language model)."""
-    also: tuple[str, ...] = ()
-    """Further drafters for the same target, measured beside it in the same run."""
-    target: str | None = None
-    """Hub id, folder, GGUF file or built-in name of the target; by default the one that the first export names."""
-    drafter: FreeSettings = field(default_factory=FreeSettings)
-    """Settings of the training-free drafters. Of a consistency model: those of `jacobi` that are given take the place of the
-    folder's."""
-    revision: str | None = None
-    """Revision of the export on the Hub."""
-    target_revision: str | None = None
-    """Revision of the target on the Hub; by default the one the export names."""
-    suite: str = "mini"
-    """Prompts: mini, humaneval, mt_bench, gsm8k, tasks or spec_bench."""
-    file: str | None = None
-    """Local file of the suite's schema (.json, .jsonl, .jsonl.gz, .jsonl.xz)."""
-    prompts: int | None = 24
-    """How many prompts, balanced over the suite's categories; null = all."""
-    max_new_tokens: int = 64
-    """Longest answer, in tokens."""
-    k: tuple[int, ...] = (2, 4)
-    """Tokens drafted per pass (root excluded); every value is measured and the fastest named. Of a denoiser that drafts for
-    its base: one value (by default 2). Of jacobi its block says how many. Where no shape is given, one export alone takes
-    the one that `draftsmith tune` found for this machine (greedy runs)."""
-    trees: tuple[str, ...] = ("chain",)
-    """Shapes of the draft: chain, cut, cape, static, dynamic, opt, best_first, capped, ppd (inference/README.md)."""
-    nodes: int = DecodeConfig.nodes
-    """Most nodes of trees that are no chains."""
-    width: int = DecodeConfig.width
-    """Most candidates per node of a tree."""
-    threshold: float | None = DecodeConfig.threshold
-    """cut: confidence below which a chain ends; opt: expected tokens that a layer must add; null = the tree's default."""
-    prompt_rows: int | None = DecodeConfig.prompt_rows
-    """Most rows of prompt tokens in a verification (drafters that have them); null = as many as the nodes can have."""
-    temperatures: tuple[float, ...] = (0.0,)
-    """Sampling temperatures; 0 = greedy."""
-    verifier: str = "auto"
-    """Acceptance rule; `auto` takes the exact one that fits tree and temperature."""
-    allow_lossy: bool = False
-    """Permit an acceptance rule that does not keep the target's distribution."""
-    typical_epsilon: float = DecodeConfig.typical_epsilon
-    """Rule `typical`: ceiling of its floor."""
-    typical_delta: float = DecodeConfig.typical_delta
-    """Rule `typical`: share of exp(-entropy) in its floor."""
-    fuzzy_threshold: float = DecodeConfig.fuzzy_threshold
-    """Rule `fuzzy`: total variation of target and draft up to which drafts are kept."""
-    entropy_tolerance: float = DecodeConfig.entropy_tolerance
-    """Rule `entropy`: most that it adds to a chance of acceptance."""
-    dtype: Dtype = "bfloat16"
-    """Weights and states of target and drafter."""
-    weights: Weights = "full"
-    """int8: round the target's matrices, the embedding's aside, for plain decoding and verification alike; half the memory,
-    other answers (models/int8.py)."""
-    device: str = "cpu"
-    """Where to run."""
-    runner: Runner = "auto"
-    """How the target decodes: lean operators, Hugging Face's modules (hf), or auto, which is lean where it is possible."""
-    hf_prompts: int | None = None
-    """Prompts that transformers' `generate` answers too, from the front; null = all, 0 = none."""
-    identity_prompts: int | None = None
-    """Prompts whose greedy answers are compared with plain decoding at the same width, from the front; null = all."""
-    seed: int = 0
-    """Seed of sampling and bootstrap."""
-    bootstrap: int = 1000
-    """Resamplings behind each 95 % interval."""
-    out: str = "runs/evaluate"
-    """Folder of report.json, report.html and the partial results of an interrupted run."""
-    json: str | None = None
-    """Where to write the JSON report, instead of `out`/report.json."""
-    html: str | None = None
-    """Where to write the HTML page, instead of beside the JSON report."""
-    card: bool = True
-    """Put the report beside a local export and its table into the model card (not with `also`)."""
-    trust_remote_code: bool = False
-    """Run code that comes with the target."""
-    strategies: tuple[str, ...] = ("threshold",)
-    """Of denoisers: how places are decided (inference/README.md)."""
-    thresholds: tuple[float, ...] = (0.5, 0.7, 0.9, 0.95)
-    """Of denoisers: settings of those strategies that have a threshold; all are measured."""
-
-    def __post_init__(self) -> None:
-        if self.suite not in SUITES:
-            raise ValueError(f"suite = {self.suite!r}: choose one of {', '.join(SUITES)}")
-        for name in ("max_new_tokens", "bootstrap", "prompts", "identity_prompts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} = {value}: must be at least 1")
-        if not self.k or min(self.k) < 1:
-            raise ValueError(f"k = {list(self.k)}: give one or more draft lengths of at least 1")
-        if not self.trees:
-            raise ValueError(f"trees = []: give one or more of {', '.join(TREES)}")
-        for tree in self.trees:
-            self.decode(tree, self.k[0])
-        if self.hf_prompts is not None and self.hf_prompts < 0:
-            raise ValueError(f"hf_prompts = {self.hf_prompts}: must be at least 0")
-        if self.seed < 0:
-            raise ValueError(f"seed = {self.seed}: must be at least 0")
-        # Of an export, only what it holds says whether jacobi takes part (run_evaluate).
-        refuse_idle_settings(self.drafter, [self.model, *self.also, *(() if is_free(self.model) else (Jacobi.method,))])
-        if self.drafter.suffix.shared:
-            raise ValueError(
-                "drafter.suffix.shared = true: every prompt is answered several times here, and the drafter would know "
-                "the answers; leave it off"
-            )
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ValueError(f"temperatures = {list(self.temperatures)}: give one or more, none negative")
-        for temperature in self.temperatures:
-            refuse_misfit(self.verifier, self.allow_lossy, temperature > 0, None if temperature > 0 else False)
-        for name in ("json", "html"):
-            if (value := getattr(self, name)) is not None and Path(value).is_dir():
-                raise ValueError(f"{name} = {value!r} is a folder: name the file to write, or set `out` for a folder")
-
-    def decode(self, tree: str, k: int) -> DecodeConfig:
-        """How drafts of this shape and depth are made and verified. Raises ValueError for settings that do not fit."""
-        takes_threshold = tree in TREES and TREES[tree].threshold is not None
-        if self.threshold is not None and not any(TREES[t].threshold is not None for t in self.trees if t in TREES):
-            raise ValueError(f"threshold = {self.threshold}: none of trees = {list(self.trees)} has one")
-        return DecodeConfig(
-            k=k,
-            tree=tree,
-            nodes=self.nodes,
-            width=self.width,
-            threshold=self.threshold if takes_threshold else None,
-            prompt_rows=self.prompt_rows,
-            verifier=self.verifier,
-            allow_lossy=self.allow_lossy,
-            typical_epsilon=self.typical_epsilon,
-            typical_delta=self.typical_delta,
-            fuzzy_threshold=self.fuzzy_threshold,
-            entropy_tolerance=self.entropy_tolerance,
-        )
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way of decoding that takes part in the run."""
-
-    name: str
-    kind: Literal["plain", "width", "hf", "draft"]
-    temperature: float
-    decode: DecodeConfig
-    drafter: str | None = None  # name in `drafters`
 
 
 def evaluate(model: str, cfg: EvaluateConfig, console: Console | None = None, tuned: bool = False) -> Row:
@@ -410,7 +247,7 @@ def _collect(
     Returns the samples, and the prompt ids of each (prompt, turn).
     """
     questions = {}
-    partial = _Partial(_partial_path(cfg), _fingerprint(target, drafters, prompts, cfg, arms))
+    partial = Partial(_partial_path(cfg), fingerprint(target, drafters, prompts, cfg, arms))
     score = SUITES[cfg.suite].score
     warm = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Say hello."}], add_generation_prompt=True, return_dict=False
@@ -418,7 +255,7 @@ def _collect(
     for arm in arms:
         _answer(target, drafters, arm, warm, replace(_params(cfg, arm), max_new_tokens=4))
     total = sum(len(_due(arms, cfg, i)) * (1 + len(prompt.follow_ups)) for i, prompt in enumerate(prompts))
-    with _Bar(total, console) as bar:
+    with Bar(total, console) as bar:
         for i, prompt in enumerate(prompts):
             due = _due(arms, cfg, i)
             messages = list(prompt.messages)
@@ -535,8 +372,8 @@ def _reduce(
     for arm in arms:
         plain = by_arm[next(a.name for a in arms if a.kind == "plain" and a.temperature == arm.temperature)]
         hf = [s for a in arms if a.kind == "hf" and a.temperature == arm.temperature for s in by_arm[a.name]]
-        width = [s for a in arms if a.kind == "width" and _same_width(a, arm) for s in by_arm[a.name]]
-        rows.append(_row(target, drafters, cfg, arm, by_arm[arm.name], plain, hf, width, questions, bootstrap))
+        width = [s for a in arms if a.kind == "width" and same_width(a, arm) for s in by_arm[a.name]]
+        rows.append(row_of(target, drafters, cfg, arm, by_arm[arm.name], plain, hf, width, questions, bootstrap))
     drafts = [row for row in rows if row["draft_length"]]
     greens = [
         row for row in drafts if row["tau"] and row["tokens_per_second"] and row["temperature"] == cfg.temperatures[0]
@@ -547,10 +384,10 @@ def _reduce(
         "run": _run_facts(target, drafters, prompts, cfg),
         "rows": rows,
         "best": best and best["name"],
-        "flags": _flags(drafts),
-        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]), _trained(row))],
+        "flags": flags_of(drafts),
+        "alarms": [text for row in drafts for text in alarms(row, estimated.get(row["drafter"]), trained(row))],
         "causes": list(CAUSES),
-        "examples": _examples(target, prompts, by_arm[best["name"] if best else arms[0].name]),
+        "examples": examples_of(target, prompts, by_arm[best["name"] if best else arms[0].name]),
         "definitions": DEFINITIONS,
     }
     if best is None:
@@ -561,166 +398,9 @@ def _reduce(
         step = rows[0]["seconds_per_pass"]
         plain_step = sum(step[part] for part in ("draft", "verify", "commit", "other"))
         report["limits"], report["gains"] = limits(
-            best, rows, plain_step, estimated.get(best["drafter"]), _trained(best)
+            best, rows, plain_step, estimated.get(best["drafter"]), trained(best)
         )
     return report
-
-
-def _trained(row: Row) -> bool:
-    return row["method"] not in TRAINING_FREE
-
-
-def _same_width(width: Arm, arm: Arm) -> bool:
-    return (
-        arm.kind == "draft"
-        and arm.temperature == 0
-        and arm.decode.fixed_width is not None
-        and width.decode.fixed_width == arm.decode.fixed_width
-    )
-
-
-def _row(
-    target: Target,
-    drafters: dict[str, Any],
-    cfg: EvaluateConfig,
-    arm: Arm,
-    samples: Sequence[Sample],
-    plain: Sequence[Sample],
-    hf: Sequence[Sample],
-    width: Sequence[Sample],
-    questions: dict[tuple[str, int], list[int]],
-    bootstrap: Bootstrap,
-) -> Row:
-    """One row of the report. `plain`, `hf` and `width` are the samples to compare with."""
-    draft = arm.kind == "draft"
-    rules = sorted({s.rule for s in samples if s.verifies and s.rule in VERIFIERS}) if draft else []
-    lossless = all(VERIFIERS[rule].exact for rule in rules)
-    tokens_per_second, speed_interval = speed(samples, bootstrap)
-    tokens_per_forward, _ = rate(
-        bootstrap.sums(samples, lambda s: len(s.ids)), bootstrap.sums(samples, lambda s: s.forwards), bootstrap
-    )
-    ratio_to_plain, ratio_interval = ratio(samples, plain, bootstrap)
-    ratio_to_hf, hf_interval = ratio(samples, hf, bootstrap)
-    scored = [s.right for s in samples if s.right is not None]
-    row: Row = {
-        "name": arm.name,
-        "method": drafters[arm.drafter].method if arm.drafter else "plain",
-        "decode": {"plain": "plain", "width": "plain", "hf": "transformers generate", "draft": "speculate"}[arm.kind],
-        "drafter": arm.drafter,
-        "verifier": ", ".join(rules) or None,
-        "verifier_settings": {name: getattr(arm.decode, name) for rule in rules for name in VERIFIERS[rule].settings},
-        "draft_length": arm.decode.k if draft else 0,
-        "tree": arm.decode.tree if draft else None,
-        "width": arm.decode.fixed_width if arm.kind == "width" else None,
-        "temperature": arm.temperature,
-        "dtype": target.precision,
-        "step": None if arm.kind == "hf" else ", ".join(sorted({s.step for s in samples})),
-        "prompts": len({s.prompt for s in samples}),
-        "answers": len(samples),
-        "tokens": sum(len(s.ids) for s in samples),
-        **acceptance(samples, bootstrap),
-        "tokens_per_second": tokens_per_second,
-        "tokens_per_second_interval": speed_interval,
-        "ratio_to_plain": ratio_to_plain,
-        "ratio_to_plain_interval": ratio_interval,
-        "ratio_to_hf": ratio_to_hf,
-        "ratio_to_hf_interval": hf_interval,
-        "tokens_per_forward": tokens_per_forward,
-        "seconds_per_pass": {} if arm.kind == "hf" else split_per_pass(samples),
-        "quality": sum(scored) / len(scored) if scored else None,
-        "lossless": "exact" if lossless else "no",
-        "categories": by_category(samples, plain, bootstrap) if draft else {},
-        "by_prompt": by_prompt(samples),
-        **_identity(target, drafters, cfg, arm, samples, plain, width, questions, lossless),
-    }
-    if row["red"]:
-        for name in ("tokens_per_second", "ratio_to_plain", "ratio_to_hf"):
-            row[name] = row[f"{name}_interval"] = None
-        for figures in row["by_prompt"].values():
-            figures["seconds"] = None
-    return row
-
-
-def _identity(
-    target: Target,
-    drafters: dict[str, Any],
-    cfg: EvaluateConfig,
-    arm: Arm,
-    samples: Sequence[Sample],
-    plain: Sequence[Sample],
-    width: Sequence[Sample],
-    questions: dict[tuple[str, int], list[int]],
-    lossless: bool,
-) -> Row:
-    """Greedy answers against plain decoding: by id at the same width (padded chains), tie-aware otherwise.
-
-    Returns `identical_to_plain` (None = not compared), counts, first divergences from unpadded plain decoding with the
-    logit gap there, and `red`: why a row that should be lossless is not (None = it is, or it need not be).
-    """
-    found: Row = {
-        "identical_to_plain": None,
-        "identical_prompts": 0,
-        "checked_prompts": 0,
-        "differ_from_unpadded": None,
-        "divergences": [],
-        "red": None,
-    }
-    if arm.temperature > 0 or arm.kind == "plain":
-        return found
-    padded = arm.kind == "draft" and arm.decode.fixed_width is not None
-    references = {(s.prompt, s.turn): s.ids for s in (width if padded else plain)}
-    pairs = [(s, references[s.prompt, s.turn]) for s in samples if (s.prompt, s.turn) in references]
-    differing = [s for s, ids in pairs if s.ids != ids]
-    found["checked_prompts"], found["identical_prompts"] = len(pairs), len(pairs) - len(differing)
-    found["identical_to_plain"] = not differing if pairs else None
-    if arm.kind == "draft":
-        unpadded = {(s.prompt, s.turn): s.ids for s in plain}
-        compared = [s for s in samples if s.ids != unpadded[s.prompt, s.turn]]
-        rows = pass_rows(target, drafters.get(arm.drafter or ""), arm.decode)
-        found["differ_from_unpadded"] = len(compared)
-        for sample in compared if lossless and not padded else compared[:SHOWN_DIVERGENCES]:
-            key = sample.prompt, sample.turn
-            other = parting(target, questions[key], unpadded[key], sample.ids, rows)
-            assert other is not None
-            found["divergences"].append({"prompt": sample.prompt, **other.row()})
-        if lossless and padded and differing:
-            found["red"] = f"{len(differing)} of {len(pairs)} answers differ from plain decoding at the same width"
-        elif lossless and not all(other["excused"] for other in found["divergences"]):
-            wrong = sum(not other["excused"] for other in found["divergences"])
-            found["red"] = f"{wrong} of {len(samples)} answers differ from plain decoding without a near-tie"
-    return found
-
-
-def _flags(drafts: Sequence[Row]) -> list[str]:
-    """What a reader must not overlook: slower than plain, lossy, unchecked."""
-    flags = []
-    for row in drafts:
-        if row["ratio_to_plain"] is not None and row["ratio_to_plain"] < 1:
-            flags.append(
-                f"{row['name']} is slower than plain decoding ({row['ratio_to_plain']:.2f} x) although tau is "
-                f"{row['tau']:.2f}: a pass costs more than it commits"
-            )
-        if row["lossless"] == "no":
-            settings = ", ".join(f"{name}={value:g}" for name, value in row["verifier_settings"].items())
-            flags.append(
-                f"{row['name']} uses the rule {row['verifier']!r} ({settings}), which changes the target's distribution"
-            )
-    return flags
-
-
-def _examples(target: Target, prompts: Sequence[Prompt], samples: Sequence[Sample], count: int = 6) -> list[Row]:
-    """Some answers, cut into pieces by where the tokens came from."""
-    first = {s.prompt: s for s in samples if s.turn == 0}
-    chosen = [prompt for prompt in prompts if prompt.id in first][:count]
-    return [
-        {
-            "prompt": prompt.id,
-            "category": prompt.category,
-            "question": prompt.messages[-1]["content"],
-            "pieces": pieces(target.tokenizer, first[prompt.id].ids, first[prompt.id].drafted_ids),
-        }
-        for prompt in chosen
-    ]
 
 
 def machine(target: Target) -> Row:
@@ -799,83 +479,3 @@ def json_path(cfg: EvaluateConfig) -> Path:
 
 def _partial_path(cfg: EvaluateConfig) -> Path:
     return json_path(cfg).with_suffix(".partial.jsonl")
-
-
-def _fingerprint(
-    target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], cfg: EvaluateConfig, arms: Sequence[Arm]
-) -> str:
-    """Changes with anything that a sample depends on: settings, target, weights of the drafters, prompts, code."""
-    settings = asdict(replace(cfg, out="", json=None, html=None, bootstrap=1))
-    digest = sha256(
-        json.dumps(
-            [settings, [asdict(arm) for arm in arms], target.facts.fingerprint, __version__, torch.__version__]
-        ).encode()
-    )
-    digest.update(json.dumps([asdict(prompt) for prompt in prompts]).encode())
-    for name, drafter in drafters.items():
-        weights = {} if hasattr(drafter, "propose") else drafter.state_dict()
-        for key, tensor in weights.items():
-            digest.update(f"{name}/{key}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-class _Partial:
-    """Samples of a run, one JSON line each behind a fingerprint; read back when the same run starts again."""
-
-    def __init__(self, path: Path, fingerprint: str):
-        self.done: dict[tuple[str, int, str], Sample] = {}
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        same = bool(lines) and lines[0] == json.dumps({"fingerprint": fingerprint})
-        for line in lines[1:] if same else []:
-            try:
-                sample = Sample(**json.loads(line))
-            except (json.JSONDecodeError, TypeError):
-                break  # the line that was being written when the run stopped
-            self.done[sample.prompt, sample.turn, sample.arm] = sample
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
-        for line in (json.dumps({"fingerprint": fingerprint}), *map(_line, self.done.values())):
-            self._file.write(line + "\n")
-        self._file.flush()
-
-    def add(self, sample: Sample) -> None:
-        self.done[sample.prompt, sample.turn, sample.arm] = sample
-        self._file.write(_line(sample) + "\n")
-        self._file.flush()
-
-
-class _Bar:
-    """Progress with rate and time left: a bar on a terminal, a line every half minute elsewhere."""
-
-    def __init__(self, total: int, console: Console):
-        columns = (
-            TextColumn("evaluate"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(*columns, TextColumn("{task.fields[rate]}"), console=console)
-        self.task = self.progress.add_task("", total=total, rate="")
-        self.console, self.said = console, time.monotonic()
-
-    def __enter__(self) -> _Bar:
-        if self.console.is_terminal:
-            self.progress.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.progress.stop()
-
-    def advance(self, sample: Sample) -> None:
-        rate = f"{len(sample.ids) / sample.seconds:.1f} tok/s, {sample.arm}" if sample.seconds else sample.arm
-        self.progress.update(self.task, advance=1, rate=rate)
-        if not self.console.is_terminal and time.monotonic() - self.said > 30:
-            task, self.said = self.progress.tasks[0], time.monotonic()
-            left = "" if task.time_remaining is None else f", about {task.time_remaining / 60:.0f} min left"
-            self.console.print(visible(f"evaluate {task.completed:.0f}/{task.total:.0f}{left} ({rate})"))
-
-
-def _line(sample: Sample) -> str:
-    return json.dumps(asdict(sample))

@@ -34,7 +34,8 @@ from .consistency_figures import Convergence, answer_losses, convergence_figure,
 from .consistency_folder import branches, jacobi_of, load_consistency, refuse_idle_branches, settings_line
 from .denoisers import Stored, load_base
 from .diffusion_figures import Decoded, retention
-from .evaluate import EvaluateConfig, label_of, machine, to_sample, write_report
+from .evaluate import label_of, machine, to_sample, write_report
+from .evaluate_config import EvaluateConfig
 from .figures import Bootstrap, Row, Sample, by_prompt, rate, ratio, speed
 from .report import identity_lines, number, plot_speed, svg, visible, with_interval
 from .speculate import DecodeConfig, generate, refuse_tree

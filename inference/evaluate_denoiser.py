@@ -32,7 +32,8 @@ from .card import write_card
 from .denoisers import Stored, complete, load_base, load_denoiser, refuse_without_head
 from .diffuse import DiffuseConfig, diffuse
 from .diffusion_figures import COUNTING, Decoded, area, cut, retention, row_of
-from .evaluate import EvaluateConfig, json_path, label_of, machine
+from .evaluate import json_path, label_of, machine
+from .evaluate_config import EvaluateConfig
 from .figures import Bootstrap, rate
 from .report import number, visible, with_interval
 from .self_draft import SelfDraft

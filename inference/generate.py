@@ -436,6 +436,9 @@ class Painter:
 
 def prompt_ids(target: Target, cfg: GenerateConfig) -> list[int]:
     """Token ids of the prompt, through the target's chat template unless `raw`."""
+    for name, text in (("prompt", cfg.prompt), ("system", cfg.system or "")):
+        if any("\ud800" <= c <= "\udfff" for c in text):  # what a command line makes of bytes that are no text
+            raise ValueError(f"{name} holds bytes that are no UTF-8: give it as a text in UTF-8")
     if cfg.raw:
         return target.tokenizer(cfg.prompt).input_ids
     messages = [{"role": "system", "content": cfg.system}] if cfg.system is not None else []

@@ -35,8 +35,13 @@ def _library() -> Any:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON that a schema describes; {"type": "object"} is any object."""
-    return _library().LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    """The grammar of JSON that a schema describes; {"type": "object"} is any object. Raises ValueError for one that is nested
+    too deeply."""
+    try:
+        text = json.dumps(schema)
+    except RecursionError:
+        raise ValueError("grammar: this schema is nested too deeply") from None
+    return _library().LLMatcher.grammar_from_json_schema(text)
 
 
 def regex_grammar(pattern: str) -> str:

@@ -45,6 +45,7 @@ PLAIN_MODEL = "lm:"
 CONSISTENCY: Final = "consistency"  # of `draftsmith.kind`
 PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
 NEEDED = ("format", "method", "target", "config", "taps", "taps_convention", "train_length")
+FORMS: dict[str, tuple[str, Any]] = {"method": ("a text", str), "config": ("an object", dict), "taps": ("a list", list)}
 SHARED_FACTS = ("width", "vocab", "tokens", "layers", "max_positions")  # must be the target's own, exactly
 SHARED_IDS = ("vocab", "tokens")  # of drafters that read text alone: any target with the same tokenizer will do
 
@@ -100,10 +101,38 @@ def read_export_config(name: str, revision: str | None = None) -> dict[str, Any]
         raise ValueError(f"{name}: config.json lacks draftsmith.{', draftsmith.'.join(missing)}; export it again")
     if ours["format"] != FORMAT:
         raise ValueError(f"{name} has export format {ours['format']!r}, this version reads {FORMAT}; export it again")
+    refuse_forms(ours, name)
     if ours["method"] not in EXPORTERS:
         raise ValueError(f"{name} declares method {ours['method']!r}; known: {', '.join(EXPORTERS)}")
     refuse_path(ours["target"], name)
+    for key, kind in (("rope", dict), ("tokenizer_hash", str)):
+        value = ours["target"].get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name}: config.json: draftsmith.target.{key} is {_short(value)}; export it again")
     return config
+
+
+def refuse_forms(ours: Mapping[str, Any], where: str) -> None:
+    """ValueError where an entry of an export's `draftsmith` key has another JSON type than ours have."""
+    for key, (needed, kind) in FORMS.items():
+        if not isinstance(ours[key], kind):
+            raise ValueError(
+                f"{where}: config.json: draftsmith.{key} is {_short(ours[key])}, needed: {needed}; export it again"
+            )
+    if any(type(k) is not int for k in ours["taps"]):
+        raise ValueError(
+            f"{where}: config.json: draftsmith.taps is {_short(ours['taps'])}, needed: integers; export it again"
+        )
+    length = ours["train_length"]
+    if length is not None and type(length) is not int:
+        raise ValueError(
+            f"{where}: config.json: draftsmith.train_length is {_short(length)}, needed: an integer; export it again"
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def refuse_path(target: Any, where: str) -> None:
@@ -120,10 +149,14 @@ def verify_folder(folder: Path, config: Mapping[str, Any] | None = None) -> dict
     ours = config["draftsmith"]
     exporter = EXPORTERS[ours["method"]]
     where = f"{folder} ({ours['method']})"
-    compare_slots(read_header(folder / WEIGHTS), exporter.slots(config), where)
+    try:
+        slots = exporter.slots(config)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: config.json lacks a setting or has one of a wrong type: {error}") from None
+    compare_slots(read_header(folder / WEIGHTS), slots, where)
     if (stated := ours.get("sha256")) and stated != (found := sha256_of(folder / WEIGHTS)):
         raise ValueError(
-            f"{folder / WEIGHTS} has sha256 {found[:16]}…, config.json says {stated[:16]}…: damaged or changed"
+            f"{folder / WEIGHTS} has sha256 {found[:16]}…, config.json says {str(stated)[:16]}…: damaged or changed"
         )
     tensors = read_tensors(folder / WEIGHTS)
     refuse_non_finite(tensors, where)
@@ -145,6 +178,8 @@ def class_of(name: str, export: Mapping[str, Any] | None) -> Any:
 def free_drafter(name: str, target: Target, settings: FreeSettings | None = None) -> Any:
     """The training-free drafter of this name, for any target: one of TRAINING_FREE, or the language model (folder or Hub
     id) behind `lm:`, as it stands."""
+    if name == PLAIN_MODEL:
+        raise ValueError(f"{name!r} names no model: write {PLAIN_MODEL}NAME, a folder or Hub id of a language model")
     if name.startswith(PLAIN_MODEL):
         return load_draft_model(name.removeprefix(PLAIN_MODEL), target)
     drafter = TRAINING_FREE[name](getattr(settings or FreeSettings(), name), target.facts)
@@ -253,6 +288,8 @@ def read_method_config(ours: Mapping[str, Any]) -> Any:
 
 def _read_settings(kind: Any, given: Mapping[str, Any], method: str, where: str) -> Any:
     """An instance of a settings class, those inside it included."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json: {where} is {_short(given)}, needed: an object")
     hints = typing.get_type_hints(kind)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(kind)}
     if unknown := sorted(set(given) - set(fields)):
@@ -261,7 +298,10 @@ def _read_settings(kind: Any, given: Mapping[str, Any], method: str, where: str)
     for name, value in values.items():
         if dataclasses.is_dataclass(fields[name]):
             values[name] = _read_settings(fields[name], value, method, f"{where}.{name}")
-    return kind(**values)
+    try:
+        return kind(**values)
+    except (TypeError, AttributeError) as error:  # a value of another type than its field's
+        raise ValueError(f"config.json: {where} of method {method!r} has a value of a wrong type: {error}") from None
 
 
 def facts_of(drafter_facts: TargetFacts) -> dict[str, Any]:

@@ -26,18 +26,6 @@ from .marginals import Choices, chances_at
 Chances = Sequence[Sequence[float]]
 
 
-def expected_tokens(chances: Chances, choices: Sequence[Sequence[int]]) -> float:
-    """Expected kept tokens of a template per verification, the target's own token not counted."""
-    total = 0.0
-    for path in choices:
-        product = 1.0
-        for depth, rank in enumerate(path, 1):
-            row = chances_at(chances, depth, rank + 1)
-            product *= row[rank] if rank < len(row) else 0.0
-        total += product
-    return total
-
-
 def best_trees(chances: Chances, nodes: int, depth: int) -> list[tuple[float, Choices]]:
     """Per size n = 0 .. `nodes`: the most kept tokens that a tree of at most n nodes and `depth` levels can expect, and
     such a tree (paths by length and rank; fewer nodes where more would bring nothing).

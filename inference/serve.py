@@ -131,6 +131,8 @@ class ServeConfig:
             raise ValueError(f"serve: port={self.port}, must be in 0..65535")
         if not 0 < self.timeout < 1e6 or not 0 <= self.drain < 1e6:
             raise ValueError(f"serve: timeout={self.timeout}, drain={self.drain}: must be seconds, timeout more than 0")
+        if self.name is not None and not (self.name.strip() and self.name.isprintable()):
+            raise ValueError(f"serve: name={self.name!r}, must be a printable text that is not empty")
         if self.default_answer > self.max_answer:
             raise ValueError(
                 f"serve: default_answer={self.default_answer} is more than max_answer={self.max_answer}: lower it"
@@ -190,6 +192,8 @@ def refuse_taken(host: str, port: int) -> None:
                     errors.append(error)
     except OSError as error:  # no such name
         errors.append(error)
+    except ValueError:  # half a character, a part that is too long, a zero byte
+        raise ValueError(f"host={host[:100]!r} cannot be an address: give one of this machine, or 127.0.0.1") from None
     if errors and (not free or errors[0].errno in (errno.EADDRINUSE, errno.EACCES)):
         raise ValueError(
             f"host={host!r}, port={port}: {errors[0].strerror}; choose another with --port (0 = a free one)"
@@ -235,6 +239,10 @@ def load_served(cfg: ServeConfig, named: Collection[str]) -> Served:
         drafter = SelfDraft(denoiser)
         drafter.bind(denoiser.target)
         return with_engine(Assembled(denoiser.target, drafter, decode_of(common), None), cfg.max_rows, cfg.prefix_mb)
+    if cfg.prefix_mb not in (0, ServeConfig.prefix_mb):
+        raise ValueError(
+            f"prefix_mb = {cfg.prefix_mb}: a denoiser reads every prompt as a whole, with or without it; leave it out"
+        )
     how = replace(how, max_rows=cfg.max_rows)
     return Served(denoiser, lambda _: Turns(denoiser, how), f"decided by {how.strategy.select}")
 

@@ -38,7 +38,7 @@ from .speculate import check_prompt
 from .worker import Job, Worker
 
 HEADER_SECONDS = 60.0  # for the headers of a request, and for its body
-GRACE_SECONDS = 60.0  # beyond a request's own time, for a client that reads slowly
+GRACE_SECONDS = 60.0  # beyond a request's own time, for a client that reads slowly; then of one that does not read
 FORMS: dict[str, Callable[[Any], str]] = {"response_format": json_grammar, "guided_regex": regex_grammar}
 OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
@@ -326,12 +326,15 @@ class Gate:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1, with a limit on the time that the headers of a request may take."""
+    """uvicorn's HTTP/1.1, with limits on the time that the headers of a request may take, and that what is sent may wait
+    for a client that does not read."""
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # paused as long as anything waits
         self._late = self.loop.call_later(HEADER_SECONDS, transport.close)
 
     def data_received(self, data: bytes) -> None:
@@ -341,8 +344,18 @@ class Protocol(H11Protocol):
         if not self._waits():
             self._on_time()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # `close` would wait for the client.
+        self._unread = self.loop.call_later(GRACE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._has_read()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_time()
+        self._has_read()
         super().connection_lost(exc)
 
     def _waits(self) -> bool:
@@ -352,6 +365,11 @@ class Protocol(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _has_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
 
 class Server(uvicorn.Server):

@@ -21,6 +21,7 @@ The result goes into the export (tuned.json, inference/tuned.py), whole or not a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -46,7 +47,7 @@ from .progress import progress_bar
 from .report import number, visible
 from .speculate import DecodeConfig, plan_of
 from .suites import SUITES, load_suite
-from .tuned import Tuned, describe, flags, key_of, store, usable_cores
+from .tuned import FILE, Tuned, describe, flags, key_of, store, usable_cores
 
 PROPOSED = (2, 4, 8, 12)  # k of drafters that propose
 BLOCKS = (4, 8, 16, 32)  # of jacobi
@@ -295,6 +296,14 @@ def calibration_prompts(cfg: TuneConfig, target: Target, most: int = 128) -> lis
     return fitting
 
 
+def refuse_locked(folder: Path) -> None:
+    """ValueError for an export that the result cannot be stored in, before anything is measured."""
+    if not os.access(folder, os.W_OK) or (folder / FILE).is_dir():
+        raise ValueError(
+            f"{folder}: {FILE} cannot be written there, and the result is kept in it: make the folder writable, or copy it"
+        )
+
+
 def run_tune(cfg: TuneConfig) -> None:
     """The command: load, measure, store, print predicted against measured.
 
@@ -312,6 +321,10 @@ def run_tune(cfg: TuneConfig) -> None:
     ours: dict[str, Any] = {}
     if not free and model is None:
         ours = read_export_config(cfg.export, cfg.revision)["draftsmith"]
+    folder = Path(cfg.export).expanduser()
+    stays = bool(ours) and folder.is_dir()
+    if stays:
+        refuse_locked(folder)
     if model is not None:
         if cfg.target is not None:
             raise ValueError(f"target = {cfg.target!r}: the weights of {cfg.export} stand alone; leave it out")
@@ -349,8 +362,8 @@ def run_tune(cfg: TuneConfig) -> None:
     assert decode is not None
     tuned = Tuned(key_of(target, ours, cfg.batch), found.threads, decode, found.figures())
     print_tuning(tuned, found, console)
-    if ours and Path(cfg.export).is_dir():
-        console.print(visible(f"stored in {store(Path(cfg.export), tuned)}; used where no --k or --tree is given"))
+    if stays:
+        console.print(visible(f"stored in {store(folder, tuned)}; used where no --k or --tree is given"))
     else:
         options = flags(decode) if ours or cfg.export.startswith(PLAIN_MODEL) else found.best.name
         console.print(visible(f"not stored: give {options or 'the shape above, in Python'}"))

@@ -118,6 +118,9 @@ def read_entries(folder: Path) -> list[Tuned]:
 
 
 def _entry(row: Mapping[str, Any]) -> Tuned:
+    for name in ("key", "shape", "figures"):
+        if not isinstance(row[name], dict):
+            raise TypeError(f"{name} is no JSON object")
     shape = dict(row["shape"])
     if strange := sorted(set(shape) - set(SHAPE)):
         raise ValueError(f"an entry's shape has {', '.join(strange)}")

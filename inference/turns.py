@@ -25,6 +25,7 @@ class Turns:
         self.rows = decode.max_rows
         self.waiting: list[Request] = []
         self.requests: list[Request] = []
+        self.untold: list[Request] = []  # of the pass at hand, those that were not done when it began
         self.batch: Any = None
 
     def refuse(self, params: SamplingParams) -> None:
@@ -46,9 +47,9 @@ class Turns:
             request.stop_reason = "cancelled"
 
     def clear(self) -> list[Request]:
-        """After a pass that failed: forget the batch, and give those of its requests that were not done."""
-        failed = [r for r in self.requests if r.stop_reason is None]
-        self.requests, self.batch = [], None
+        """After a pass that failed: forget the batch, and give those of its requests whose end nobody was told of."""
+        failed = self.untold or [r for r in self.requests if r.stop_reason is None]
+        self.requests, self.untold, self.batch = [], [], None
         return failed
 
     @property
@@ -66,4 +67,7 @@ class Turns:
         if not self.running:
             self.requests, self.waiting = self.waiting[: self.rows], self.waiting[self.rows :]
             self.batch = batch_of(self.denoiser, self.requests, self.decode) if self.requests else None
-        return [] if self.batch is None else self.batch.step()
+        self.untold = [r for r in self.requests if r.stop_reason is None]
+        events = [] if self.batch is None else self.batch.step()
+        self.untold = []
+        return events

@@ -58,9 +58,9 @@ def compact(
     bd = 1 << (width - 1).bit_length()
     _move[(layers * two, b * heads)](
         kv,
-        lengths_B,
+        lengths_B.contiguous(),
         path_BL.contiguous(),
-        counts_B,
+        counts_B.contiguous(),
         positions_BS,
         path_BL.shape[1],
         *kv.stride()[:5],

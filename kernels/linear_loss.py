@@ -50,6 +50,7 @@ from .linear_loss_rules import (
     Walked,
     accepted,
     fold,
+    scale_rows,
     sums_of,
 )
 from .linear_loss_triton import BUILDS, walk_kernels
@@ -355,16 +356,16 @@ class _Linear(torch.autograd.Function):
         hidden_TD, weight_WD, bias_W = ctx.saved_tensors
         by_T = by_total + by_value_T if ctx.by_row else by_total
         if ctx.again:
-            each, by_T = ctx.walk(ctx.job, hidden_TD, weight_WD, bias_W, by_T).grads.each, torch.ones(())
+            each = ctx.walk(ctx.job, hidden_TD, weight_WD, bias_W, by_T).grads.each
         else:
-            each, ctx.each = ctx.each, None  # scaled in place: the head's gradient may be the largest tensor of all
+            each, ctx.each = ctx.each, None
             if each is None:
-                raise RuntimeError(
-                    "linear_loss: its gradients were formed once; make the loss anew for a second backward"
-                )
-        by = by_T[:, None] if by_T.ndim else by_T
+                raise RuntimeError("linear_loss: gradients were formed once; make it anew for a second backward")
+            for g in each:
+                if g is not None:
+                    scale_rows(g, by_T)
         given = zip(each, (hidden_TD, weight_WD, bias_W), strict=True)
-        return *(None if g is None or x is None else g.mul_(by.to(g)).to(x.dtype) for g, x in given), None, None
+        return *(None if g is None or x is None else g.to(x.dtype) for g, x in given), None, None
 
 
 class _Given(torch.autograd.Function):
@@ -386,8 +387,8 @@ class _Given(torch.autograd.Function):
         slope_TW, ctx.slope_TW = ctx.slope_TW, None
         if slope_TW is None:
             raise RuntimeError("logits_loss: its gradient was formed once; make the loss anew for a second backward")
-        by = (by_total + by_value_T)[:, None] if ctx.by_row else by_total
-        return slope_TW.mul_(by.to(slope_TW.dtype)), None, None
+        scale_rows(slope_TW, by_total + by_value_T if ctx.by_row else by_total)
+        return slope_TW, None, None
 
 
 def make_job(

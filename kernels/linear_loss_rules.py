@@ -95,9 +95,10 @@ class TopK:
         return tail_T[span].clamp(min=0).log().clamp(min=FLOOR)
 
     def top_of(self, span: slice) -> Tensor:
-        """[T] its likeliest id."""
+        """[T] its likeliest id of the draft vocabulary; -1 = none of the K is in it."""
         ids_TK = self.ids_TK[span]
-        return ids_TK.gather(-1, self.log_p_TK[span].argmax(-1, keepdim=True))[:, 0]
+        inside_TK = self.log_p_TK[span].masked_fill(ids_TK < 0, float("-inf"))
+        return ids_TK.gather(-1, inside_TK.argmax(-1, keepdim=True))[:, 0]
 
 
 Teacher = FromHidden | Dense | TopK
@@ -124,6 +125,12 @@ class Grads:
                 by_weight += slope_TW.T @ hidden_TD[span]
         if by_bias is not None:
             by_bias += slope_TW.sum(0, dtype=by_bias.dtype)
+
+
+def scale_rows(g: Tensor, by: Tensor) -> None:
+    """Times a number, or one per row: in place, since the head's gradient may be the largest tensor of all, and in the
+    number's own precision (one without dimensions would be rounded to the gradient's, which puts all of it off alike)."""
+    g.mul_(by.reshape(-1, *[1] * (g.ndim - 1)))
 
 
 @dataclass(frozen=True)

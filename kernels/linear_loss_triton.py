@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .jit import INTERPRETED, Build, jit, tl
-from .linear_loss_rules import Dense, FromHidden, Job, Sums, TopK, Walked, accepted, fold, sums_of
+from .linear_loss_rules import FLOOR, Dense, FromHidden, Job, Sums, TopK, Walked, accepted, fold, sums_of
 
 _TILE = {"BT": 64, "BW": 64, "BD": 64}  # rows, ids, width; with eight warps nothing spills
 _SMALL_TILE = {"BT": 16, "BW": 32, "BD": 16}
@@ -239,7 +239,8 @@ def walk_kernels(
         kind, told[0] = "dense", teacher.logits(slice(None)).detach().contiguous()
     elif isinstance(teacher, TopK):
         kind, K = "topk", teacher.ids_TK.shape[1]
-        ids_TK, log_p_TK = teacher.ids_TK.contiguous(), teacher.log_p_TK.contiguous()
+        # A log of 0 counts as FLOOR, as everywhere: what is infinite times a slope of 0 is no number.
+        ids_TK, log_p_TK = teacher.ids_TK.contiguous(), teacher.log_p_TK.float().clamp(min=FLOOR).contiguous()
 
     def fresh(*shape: int) -> Tensor:
         return torch.zeros(*shape, device=device)
@@ -263,11 +264,12 @@ def walk_kernels(
     sums, match_T, log_mass_T = None, torch.zeros(T, dtype=torch.bool, device=device), fresh(T)
     if isinstance(teacher, TopK):
         assert ids_TK is not None and log_p_TK is not None
-        floor, inside_TK = -1e4, ids_TK >= 0
-        numbers_FT[2] = ((rest_ST + rest_sum_ST.log()).logsumexp(0) - log_z_T).clamp(min=floor)
+        inside_TK = ids_TK >= 0
+        numbers_FT[2] = ((rest_ST + rest_sum_ST.log()).logsumexp(0) - log_z_T).clamp(min=FLOOR)
         numbers_FT[3] = teacher.log_rest_T(slice(None))
-        log_q_TC = torch.cat([(ids_z_TK - log_z_T[:, None]).masked_fill(~inside_TK, floor), numbers_FT[2][:, None]], 1)
-        log_p_TC = torch.cat([log_p_TK.float().masked_fill(~inside_TK, floor), numbers_FT[3][:, None]], 1)
+        log_q_TK = (ids_z_TK - log_z_T[:, None]).masked_fill(~inside_TK, FLOOR).clamp(min=FLOOR)
+        log_q_TC = torch.cat([log_q_TK, numbers_FT[2][:, None]], 1)
+        log_p_TC = torch.cat([log_p_TK.masked_fill(~inside_TK, FLOOR), numbers_FT[3][:, None]], 1)
         sums, match_T = (
             sums_of(log_q_TC, log_p_TC, log_q_TC.exp(), log_p_TC.exp(), job.used),
             top_T == teacher.top_of(slice(None)),

@@ -140,7 +140,7 @@ def tree_attention(
     parts_of = partial(torch.empty, dtype=torch.float32, device=q_BMHD.device)
     acc, (top, total) = parts_of(b, m, h, splits, d), parts_of(2, b, m, h, splits)
     reach = paths_BMK.shape[2] if paths_BMK is not None else tail
-    parts = (acc, top, total, sight.lengths_B, m, reach, slots)
+    parts = (acc, top, total, sight.lengths_B.contiguous(), m, reach, slots)
     _attend[(splits, -(-m // (tiles["BT"] // (h // g))), b * g)](
         q_BMHD,
         k_BGSD,
@@ -180,7 +180,7 @@ def _tiles(dtype: torch.dtype, width: int, groups: int, by_path: bool) -> tuple[
     bd = max(16, 1 << (width - 1).bit_length())
     narrow = by_path or dtype == torch.float32
     bt = max(16 if narrow else 64, 1 << (groups - 1).bit_length())
-    bn, warps = 32, 8 if bt * bd >= 4096 else 4
+    bn, warps = 32, 8 if bt * bd >= 4096 or (by_path and bd >= 128) else 4  # with fewer, registers spill
     return {"BT": bt, "BN": bn, "BD": bd}, {"num_warps": warps, "num_stages": 2}
 
 
@@ -291,7 +291,9 @@ def _attend(
                 seen_N = (slot_N < last) & ((behind_N < 0) | (to_N >= 0))
                 see_TN = seen_N[None, :] & (r_T == r)[:, None]
                 if WINDOW:
-                    see_TN = see_TN & (depth_T[:, None] - behind_N[None, :] < window)
+                    depth_N = tl.load(depths + b * A + to_N, seen_N & (behind_N >= 0), 0).to(tl.int32)
+                    depth_N = tl.where(behind_N < 0, behind_N, depth_N)
+                    see_TN = see_TN & (depth_T[:, None] - depth_N[None, :] < window)
                 at_N = tl.where(behind_N < 0, slot_N, n + to_N).to(tl.int64)
                 load_ND = seen_N[:, None] & in_D[None, :]
                 k_ND = tl.load(k + b * k_b + g * k_g + at_N[:, None] * k_s + d_D[None, :], load_ND, 0.0)

@@ -123,7 +123,8 @@ def head_rows(
     """Cross-entropy of each row, and its entropy at `temperature` (None = none), from hidden states [R, D].
 
     `head` gives logits [r, V] of some of the rows; `head_learns`: it has parameters that require gradients. With
-    `teacher_RD`, a teacher's states of the same rows, labels are what `head` makes of those (no gradients). `chunk` rows at a time; default: what 2**22 logits hold. Equal to `plain_rows` (tests: float64, values and gradients).
+    `teacher_RD`, a teacher's states of the same rows, labels are what `head` makes of those (no gradients). `chunk` rows at
+    a time; default: what 2**22 logits hold. Equal to `plain_rows` (tests: float64, values and gradients).
     """
     if not len(hidden_RD):
         zero_R = no_rows(hidden_RD)

@@ -63,7 +63,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks = [
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
-            ("top_k", self.top_k >= 0, "an integer >= 0 (0 = off)"),
+            ("top_k", 0 <= self.top_k <= 2**31, "an integer in [0, 2^31] (0 = off)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             # Far beyond use; what would make a float32 logit infinite, and its probability no number, is further still.

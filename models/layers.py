@@ -46,6 +46,7 @@ class Together:
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers = layers
         self.marks: list[tuple[int, int]] = []
+        self.kept: list[Tensor] = []  # what was marked: no other tensor can then come to lie in its place
         self.packed: Product | None = None
 
     def product(self) -> Product | None:
@@ -61,13 +62,13 @@ class Together:
         if marks != self.marks:
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             self.packed = packed_product(weight, torch.cat(biases) if biases else None)
-            self.marks = marks
+            self.marks, self.kept = marks, [x.detach() for x in (*weights, *biases)]
         if (packed := self.packed) is None:
             return None
         return lambda x: packed(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "marks": [], "packed": None}
+        return {"layers": self.layers, "marks": [], "kept": [], "packed": None}
 
 
 class Linear(nn.Linear):
@@ -219,7 +220,8 @@ class MLP(nn.Module):
 
 def register_vocabulary(module: nn.Module, facts: TargetFacts, draft_ids: Tensor | None) -> int:
     """Give `module` its buffers `d2t_W` (absolute target ids; None = all V ids) and `t2d_V` (draft ids, -1 = none);
-    return W. A list of all V ids is none: engines refuse a map that maps nothing. Raises ValueError unless the ids are distinct, ascending and such that the tokenizer can produce them."""
+    return W. A list of all V ids is none: engines refuse a map that maps nothing. Raises ValueError unless the ids are
+    distinct, ascending and such that the tokenizer can produce them."""
     if draft_ids is None:
         module.register_buffer("d2t_W", None)
         module.register_buffer("t2d_V", None)

@@ -32,6 +32,7 @@ from .layers import (
     refuse_unbound,
     register_vocabulary,
 )
+from .lean import mark
 from .supervision import Rows, Scorer, pair_counts
 
 
@@ -90,7 +91,6 @@ class Medusa(nn.Module):
     d2t_W: Tensor | None
     t2d_V: Tensor | None
     blocks: Any  # nn.ModuleList of Blocks
-    stacked: tuple[Tensor, Tensor]  # weights [K, D, D] and biases [K, D] of all heads' first ones
 
     def __init__(self, config: MedusaConfig, facts: TargetFacts, draft_ids: Tensor | None = None) -> None:
         super().__init__()
@@ -102,6 +102,24 @@ class Medusa(nn.Module):
         if config.head == "own":
             self.lm_heads = nn.ModuleList([Linear(facts.width, self.vocab, bias=False) for _ in range(config.heads)])
         self.target_head: TargetHead = refuse_unbound
+        self.stacked: tuple[list[tuple[int, int]], list[Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def first(self, anew: bool = False) -> tuple[Tensor, Tensor]:
+        """Weights [K, D, D] and biases [K, D] of all heads' first blocks, which read the same state: a copy, made where
+        they were moved or written to (the tensors are kept, so that no others can come to lie in their place). `anew`:
+        filled again all the same, since writes through `param.data` are counted by nobody; where it lies, since a
+        captured step reads it there."""
+        layers = [blocks.layers[0] for blocks in self.blocks]
+        marks = [mark(x) for layer in layers for x in (layer.weight, layer.bias)]
+        if self.stacked is None or self.stacked[0] != marks or anew:
+            with torch.inference_mode(False), torch.no_grad():
+                weights, biases = [x.weight.detach() for x in layers], [x.bias.detach() for x in layers]
+                if self.stacked is None or self.stacked[0] != marks:
+                    self.stacked = marks, [*weights, *biases], (torch.stack(weights), torch.stack(biases))
+                else:
+                    for out, parts in zip(self.stacked[2], (weights, biases), strict=True):
+                        torch.stack(parts, out=out)
+        return self.stacked[2]
 
     def bind(self, target: Any) -> None:
         """Take the target's head, which shared heads read through."""
@@ -148,15 +166,15 @@ class Medusa(nn.Module):
     # Drafting
 
     def init(self, prefill: Prefill) -> None:
-        """Heads keep nothing of a request. Their first blocks, which read the same state, are stacked anew."""
-        first = [blocks.layers[0] for blocks in self.blocks]
-        self.stacked = torch.stack([x.weight.detach() for x in first]), torch.stack([x.bias.detach() for x in first])
+        """Heads keep nothing of a request."""
+        self.first(anew=True)
 
     def start(self, state: None, commit: Commit) -> tuple[None, Level]:
         """The levels of all depths, from the newest committed state."""
         assert commit.last_hidden_BTD is not None
         state_BD = newest(commit, commit.last_hidden_BTD)
-        hidden_BKD = medusa_heads(state_BD.to(self.stacked[0].dtype), *self.stacked)
+        weight_KDD, bias_KD = self.first()
+        hidden_BKD = medusa_heads(state_BD.to(weight_KDD.dtype), weight_KDD, bias_KD)
         if self.config.layers > 1:
             rest = [blocks.rest(hidden_BKD[:, k]) for k, blocks in enumerate(self.blocks)]
             hidden_BKD = torch.stack(rest, dim=1)

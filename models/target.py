@@ -106,7 +106,7 @@ class Target(nn.Module):
         self._additive = config._attn_implementation == "eager"
         self._cache_argument = _cache_argument(parts.decoder)
         self._head_rows: tuple[Tensor, object, Tensor, Tensor | None, Product | None] | None = None
-        self._head_product: tuple[tuple[int, int], Product | None] | None = None
+        self._head_product: tuple[object, Product | None] | None = None
         self._head_seen = torch.zeros(0)
         self.not_lean = "its weights are rounded" if quantized is not None else why_not_lean(model, parts)
         self._lean = [LeanRunner(model, parts)] if self.not_lean is None else []
@@ -135,7 +135,7 @@ class Target(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without copies of the head's rows, which are made anew where they are needed; some cannot be stored."""
-        return vars(self) | {"_head_product": None, "_head_rows": None}
+        return vars(self) | {"_head_product": None, "_head_rows": None, "_rounded_heads": {}}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -304,6 +304,9 @@ class Target(nn.Module):
                 handle.remove()
         return States(out.last_hidden_state, torch.stack([streams[k] for k in taps], dim=2) if taps else None)
 
+    def _head_marks(self) -> list[tuple[int, int]]:
+        return [mark(x) for x in self._head[0].parameters()]
+
     def _rows(self, ids: Tensor | None) -> tuple[Tensor, Tensor | None, Product | None]:
         """Weight and bias of the head's rows `ids`, and the lean product where this pass may use one."""
         head = self._head[0]
@@ -311,15 +314,15 @@ class Target(nn.Module):
         if ids is None:
             if not lean:
                 return head.weight, head.bias, None
-            if self._head_product is None or self._head_product[0] != mark(head.weight):
-                self._head_product = mark(head.weight), packed_product(head.weight, head.bias)
+            if self._head_product is None or self._head_product[0] != self._head_marks():
+                self._head_product = self._head_marks(), packed_product(head.weight, head.bias)
             return head.weight, head.bias, self._head_product[1]
         if head.weight.requires_grad:  # rows that learn are read anew
             return head.weight[ids], None if head.bias is None else head.bias[ids], None
         kept = self._head_rows
         # The same ids if they are the same tensor, which nobody wrote to: the device is not asked.
         same = kept is not None and kept[0] is ids and not ids.is_inference()
-        marks = mark(ids), mark(head.weight)
+        marks = mark(ids), self._head_marks()
         if kept is None or not same or kept[1] != marks:
             with torch.inference_mode(False):  # kept, and read by passes with gradients too
                 bias = None if head.bias is None else head.bias[ids]
@@ -349,11 +352,11 @@ class Target(nn.Module):
         return product or (lambda flat_XD: nn.functional.linear(flat_XD, weight, bias))
 
     def _rounded_head(self, hidden: Tensor, ids: Tensor | None) -> Product:
-        """The same of weights in int8; its products are kept until numbers or ids change."""
+        """The same of weights in int8; its products are kept until numbers, scales or ids change."""
         if torch.is_grad_enabled() and hidden.requires_grad:
             raise ValueError(NO_GRADIENTS)
         head = self._head[0]
-        marks = mark(head.q), None if ids is None else mark(ids)
+        marks = self._head_marks(), None if ids is None else mark(ids)
         kept = self._rounded_heads.get(ids is None)
         if kept is None or kept[0] is not ids or kept[1] != marks or (ids is not None and ids.is_inference()):
             with torch.inference_mode(False):
@@ -392,9 +395,11 @@ class Target(nn.Module):
         if self._lean:
             self._lean[0].look()
             if self.device.type == "cpu":
-                seen, self._head_seen = self._head_seen, some_of(self.head_weight.detach())
+                some = [some_of(x.detach()) for x in self._head[0].parameters()]  # of int8 as it is, not multiplied out
+                seen, self._head_seen = self._head_seen, torch.cat(some)
                 if not torch.equal(seen, self._head_seen):
                     self._head_product = self._head_rows = None
+                    self._rounded_heads = {}
         return Cache(rows, slots, facts.layers, facts.kv_heads, facts.head_dim, self.dtype, self.device, read_all)
 
     def check_taps(self, taps: Sequence[int]) -> Sequence[int]:

@@ -18,13 +18,25 @@ from draftsmith.inference.choose import (
     interpolate,
     layer_widths,
 )
-from draftsmith.inference.marginals import likeliest_paths
-from draftsmith.inference.sequoia import best_trees, expected_tokens
+from draftsmith.inference.marginals import chances_at, likeliest_paths
+from draftsmith.inference.sequoia import best_trees
 from draftsmith.inference.speculate import plan_of
 from draftsmith.inference.trees import check_choices
 from draftsmith.inference.tune import Arm, winner
 
 # The dynamic programme
+
+
+def expected_tokens(chances, choices):
+    """Expected kept tokens of a template per verification, the target's own token not counted, path by path."""
+    total = 0.0
+    for path in choices:
+        product = 1.0
+        for depth, rank in enumerate(path, 1):
+            row = chances_at(chances, depth, rank + 1)
+            product *= row[rank] if rank < len(row) else 0.0
+        total += product
+    return total
 
 
 def forests(nodes, above=()):

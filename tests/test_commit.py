@@ -153,3 +153,12 @@ def test_statistics_are_trimmed_and_add_up() -> None:
     total = a + b
     assert total.requests == 2 and total.tried == [4, 2, 1] and total.ranks == [[2, 0, 1], [1, 1]]
     assert total.tau == (7 + 3 - 2) / 4
+
+
+def test_where_steps_ran_is_said_once() -> None:
+    """A server adds up the statistics of all its requests."""
+    total = Stats(requests=0)
+    for step in ("graph", "host (grammars are read on the host)", "graph", "graph"):
+        total += Stats(step=step)
+    assert total.step == "graph; host (grammars are read on the host)" and total.requests == 4
+    assert (Stats(requests=0) + Stats(requests=0)).step == "host"

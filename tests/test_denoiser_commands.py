@@ -18,7 +18,8 @@ import torch
 from draftsmith.inference.adapter_folder import Converted, save_adapters
 from draftsmith.inference.denoisers import decode_of_denoiser, stored_denoiser
 from draftsmith.inference.engine import Engine
-from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
+from draftsmith.inference.evaluate import run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.exporters import SCHEMAS
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.generate import GenerateConfig, run_generate
@@ -84,6 +85,7 @@ def test_serve_answers_by_the_same_rules(folders: dict[str, str]) -> None:
     for options, words in (
         ({"model": folders["merged"], "self_draft": True}, "needs adapters"),
         ({"model": folders["merged"], "tree": "static"}, "tree: are about drafts"),
+        ({"model": folders["merged"], "prefix_mb": 64}, "prefix_mb = 64: a denoiser reads every prompt as a whole"),
     ):
         with pytest.raises(ValueError, match=words):
             load_served(ServeConfig(**options), ())

@@ -420,7 +420,8 @@ def test_a_draft_model_with_renamed_ids_is_always_right(target: Target, tmp_path
 
 def test_an_ordinary_model_drafts_by_its_name(stranger: str, capsys: Any) -> None:
     """`--model lm:FOLDER`: no export, no training; the report does not tell where the folder lies."""
-    from draftsmith.inference.evaluate import EvaluateConfig, evaluate
+    from draftsmith.inference.evaluate import evaluate
+    from draftsmith.inference.evaluate_config import EvaluateConfig
     from draftsmith.inference.generate import GenerateConfig, run_generate
 
     run_generate(GenerateConfig(prompt="abc", raw=True, model=f"lm:{stranger}", target="tiny", max_new_tokens=8))

@@ -206,6 +206,27 @@ def test_what_the_drafter_knows_moves_with_its_row() -> None:
         take_rows({1}, [0], 0)
 
 
+def test_who_ended_in_a_step_that_failed_is_given_up_too(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody was told of the end: a client would wait for it."""
+    engine = Engine(real, None, DecodeConfig(max_rows=3), longest=48, prompt=24)
+    told, ends, stays = (
+        Request(i, PROMPTS[0], SamplingParams(max_new_tokens=n), (), None, live=False) for i, n in enumerate((1, 2, 9))
+    )
+    for one in (told, ends, stays):
+        engine.add(one)
+    assert [event.stop_reason for event in engine.step()] == ["length", None, None]
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a fault of the model")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_keep", broken)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    assert ends.stop_reason == "length" and stays.stop_reason is None
+    assert engine.clear() == [ends, stays] and not engine.busy and engine.clear() == []
+
+
 def test_what_an_open_engine_refuses(real: Any) -> None:
     suffix = TRAINING_FREE["suffix"]
     shared = suffix(suffix.Config(shared=True), real.facts)

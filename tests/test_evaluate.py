@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from draftsmith.inference import evaluate as evaluation
-from draftsmith.inference.evaluate import EvaluateConfig, measure, plan, run_evaluate, write_report
+from draftsmith.inference.evaluate import measure, plan, run_evaluate, write_report
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.report import html, print_report

@@ -21,7 +21,8 @@ from draftsmith.data.encode import prompt_ids
 from draftsmith.inference import evaluate_consistency as commands
 from draftsmith.inference.consistency_figures import Convergence, repeated_grams
 from draftsmith.inference.consistency_folder import save_consistency, settings_line
-from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
+from draftsmith.inference.evaluate import run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.evaluate_consistency import (
     MOST_REPEATED,
     MOST_RISE,

@@ -187,6 +187,38 @@ def test_another_declared_method_is_refused(variant, tmp_path):
             load_drafter(str(folder), target)
 
 
+def test_entries_of_a_wrong_type_are_refused_by_name(tiny, tmp_path):
+    target = tiny(max_positions=512)
+    folder = save(make(target, "eagle3", {}), target, tmp_path / "export")
+    before = (folder / "config.json").read_text()
+    for name, values in (
+        ("method", ([], {}, None)),
+        ("config", (None, 7, [], [["a"]])),
+        ("taps", (None, 7, "x", ["x"], [[1]], [True])),
+        ("train_length", ("x", [], 1.5)),
+        ("sha256", (7, ["x"])),
+        ("target.rope", ("x", [1])),
+        ("target.tokenizer_hash", (7, [1])),
+        ("config.steps", ("x", [1], None)),
+    ):
+        for value in values:
+
+            def change(config, name=name, value=value):
+                place = config["draftsmith"]
+                *sections, leaf = name.split(".")
+                for section in sections:
+                    place = place[section]
+                place[leaf] = value
+
+            edit_config(folder, change)
+            with pytest.raises(ValueError, match=name.split(".")[0]):
+                load_drafter(str(folder), target)
+            (folder / "config.json").write_text(before)
+    edit_config(folder, lambda c: c.pop("hidden_size"))
+    with pytest.raises(ValueError, match="hidden_size"):
+        load_drafter(str(folder), target)
+
+
 @pytest.mark.parametrize("method", EXPORTERS)
 def test_unknown_setting_newer_format_and_foreign_folder(method, tiny, tmp_path):
     target = tiny(max_positions=512)

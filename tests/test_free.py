@@ -25,7 +25,8 @@ from draftsmith.configs.parse import UsageError, parse
 from draftsmith.inference import evaluate as evaluation
 from draftsmith.inference import generate as command
 from draftsmith.inference.engine import Engine
-from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
+from draftsmith.inference.evaluate import run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.generate import GenerateConfig, run_generate
 from draftsmith.inference.load import free_drafter
 from draftsmith.inference.speculate import DecodeConfig, Result, generate

@@ -76,6 +76,10 @@ def test_settings_are_refused_before_anything_loads(monkeypatch):
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"k": 0}, "k=0"),
+        ({"k": 10**6}, "k=1000000, at most 4096"),
+        ({"nodes": 10**6, "tree": "static"}, "nodes=1000000, at most 4096"),
+        ({"fixed_width": 10**6}, "fixed_width=1000000, at most 4096"),
+        ({"top_k": 2**63}, "top_k=9223372036854775808"),
         ({"tree": "bush"}, "tree='bush'"),
         ({"tree": "static", "threshold": 0.5}, "threshold is for the trees cut, opt"),
         ({"verifier": "typical"}, "allow_lossy"),
@@ -224,6 +228,11 @@ def test_prompt_forms(target, monkeypatch):
     assert "Be brief." in target.tokenizer.decode(ids) and PROMPT in target.tokenizer.decode(ids)
     raw = command.prompt_ids(target, GenerateConfig(prompt=PROMPT, raw=True))
     assert target.tokenizer.decode(raw) == PROMPT
+    for wrong in ({"prompt": "a\udc80"}, {"prompt": "a\udc80", "raw": True}, {"prompt": "a", "system": "\udcff"}):
+        with pytest.raises(ValueError, match="no UTF-8"):
+            command.prompt_ids(target, GenerateConfig(**wrong))
+    with pytest.raises(ValueError, match="'lm:' names no model"):
+        command.free_drafter("lm:", target)
     monkeypatch.setattr(target.tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="--raw"):
         command.prompt_ids(target, GenerateConfig(prompt=PROMPT))

@@ -13,7 +13,8 @@ from test_lean import CASES, close, ids_of, run_by, same, small
 from test_speculate import Lookup
 from torch import Tensor, nn
 
-from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
+from draftsmith.inference.evaluate import run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters.layout import RunFacts
 from draftsmith.inference.generate import GenerateConfig, refuse_idle_flags, run_generate
@@ -228,3 +229,29 @@ def test_a_head_of_the_full_weights_runs_and_reports_say_so(tmp_path: Path, caps
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert report["run"]["dtype"] == "float32, int8 weights" and NOTE in report["flags"]
     assert {row["dtype"] for row in report["rows"]} == {"float32, int8 weights"}
+
+
+def test_a_rounded_head_is_read_anew_and_never_multiplied_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written to behind autograd's back; moved to another dtype, where its numbers stay where they are; scaled in place."""
+    target = int8_target("llama", dtype=torch.bfloat16)
+    head, ids = target._head[0], torch.tensor([0, 3, 8])
+    hidden_XD = torch.randn(NARROW + 2, target.facts.width)
+
+    def check() -> None:
+        x_XD = hidden_XD.to(target.dtype)
+        for rows in (None, ids):
+            weight = head.weight if rows is None else head.weight[rows]
+            close(target.head(x_XD, rows).double(), nn.functional.linear(x_XD.double(), weight.double()), 0.02)
+
+    with torch.no_grad():
+        check()
+        head.q.data.neg_()
+        with monkeypatch.context() as patch:
+            patch.setattr(Int8Linear, "weight", property(lambda _: pytest.fail("all of it was made")))
+            target.new_cache(1, 8)
+        check()
+        target.to(torch.float32)
+        check()
+        head.scale.mul_(2)
+        check()
+    assert not target.__getstate__()["_rounded_heads"]  # closures, which nothing can store

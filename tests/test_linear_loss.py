@@ -133,6 +133,11 @@ def test_top_k_and_a_rest_are_classes() -> None:
         assert teacher.tail_T is not None
         pairs.append((float(teacher.tail_T[t]), 1 - sum(q for _, q in pairs)))
         assert float(out.accept_T[t]) == pytest.approx(sum(min(p, q) for p, q in pairs), abs=1e-12)
+    # The likeliest of the draft vocabulary, though something outside is likelier still.
+    ids_TK = torch.tensor([[-1, int(out.top_T[0])], [-1, -1]])
+    few = TopK(ids_TK, torch.tensor([[0.6, 0.3]] * 2).log())
+    told = linear_loss(learned[0][:2], learned[1], ((1.0, "tv"),), bias_W=learned[2], teacher=few, temperature=0.7)
+    assert told.match_T.tolist() == [True, False]
     whole = TopK(torch.arange(W).expand(T, W), made["dense"].logits_UW.log_softmax(-1), torch.zeros(T))
     terms = ((1.0, "kl"), (1.0, "jsd"))  # every id named: the same as a dense teacher
     a, b = (
@@ -194,6 +199,25 @@ def test_extremes_stay_finite() -> None:
     half = linear_loss(half_TD, weight_WD.bfloat16(), ((1.0, "tv"),), teacher=Dense(torch.zeros(4, 3)))
     half.total.backward()
     assert half.value_T.dtype == torch.float32 and half_TD.grad is not None and half_TD.grad.dtype == torch.bfloat16
+
+
+def test_gradients_of_half_precision_are_scaled_in_single() -> None:
+    """A factor between two numbers of bf16: all gradients would be off alike if it were rounded."""
+    torch.manual_seed(0)
+    hidden_TD, weight_WD = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(W, D, dtype=torch.bfloat16)
+    logits_TW, label_T, factor = torch.randn(T, W, dtype=torch.bfloat16), torch.randint(W, (T,)), 1 + 0.45 * 2.0**-7
+    by = []
+    for times in (1.0, factor):
+        given = [x.clone().requires_grad_() for x in (hidden_TD, weight_WD, logits_TW)]
+        rest: dict[str, Any] = {"label_T": label_T, "weight_T": torch.ones(T)}
+        total = linear_loss(given[0], given[1], ((1.0, "ce"),), **rest).total
+        (times * (total + logits_loss(given[2], ((1.0, "ce"),), **rest).total)).backward()
+        by.append([x.grad for x in given])
+    for one, scaled in zip(*by, strict=True):
+        assert one is not None and scaled is not None
+        if one is not by[0][1]:  # the head's is kept in fp32 till the end
+            assert torch.equal(scaled, (one.float() * factor).bfloat16())
+        assert not torch.equal(scaled, one)
 
 
 def test_gradients_formed_in_forward_serve_once() -> None:

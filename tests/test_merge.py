@@ -23,7 +23,8 @@ from draftsmith.inference.adapter_folder import Converted, denoiser_of, save_ada
 from draftsmith.inference.check import CheckConfig, check_export
 from draftsmith.inference.denoisers import load_denoiser, masked_logits, stored_denoiser
 from draftsmith.inference.diffuse import diffuse
-from draftsmith.inference.evaluate import EvaluateConfig, run_evaluate
+from draftsmith.inference.evaluate import run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.exporters import SCHEMAS, fast_dllm_v2
 from draftsmith.inference.exporters.folder import REPLAY, sha256_of
 from draftsmith.inference.exporters.layout import RunFacts

@@ -154,6 +154,7 @@ def test_draw_never_takes_a_token_of_probability_zero() -> None:
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("top_k", -1),
+        ("top_k", 2**31 + 1),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("min_p", -0.1),

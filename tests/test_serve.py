@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from serving import DECODE, complete, running, streamed, until
 
 from draftsmith.inference import serve as command
 from draftsmith.inference import server as http
+from draftsmith.inference.commit import Request
 from draftsmith.inference.diffuse import DiffuseConfig, diffuse
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.generate import Assembled
@@ -214,6 +216,20 @@ def test_answers_have_the_form_that_is_asked_for(client: httpx.Client, made: Ass
     want = offline(made, "x", temperature=1.0, seed=4, max_new_tokens=9, grammar=regex_grammar("[a-c]{3,4}"))
     assert complete(client, "x", seed=4, max_tokens=9, guided_regex="[a-c]{3,4}")["choices"][0]["text"] == want.text
     assert complete(client, "x", max_tokens=9, response_format={"type": "json_object"})["choices"][0]["text"][0] == "{"
+    for schema in (
+        {"const": "\ud800"},
+        {"$ref": "#/no"},
+        {"$ref": "file:///etc/passwd"},
+        {"type": 5},
+        {"minLength": -1},
+    ):
+        asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        raw = json.dumps(OK | {"response_format": asked, "max_tokens": 4})
+        reply = client.post("/v1/completions", content=raw, headers={"Content-Type": "application/json"})
+        assert reply.status_code in (200, 400), (schema, reply.text)
+    for pattern in ("a{1000000}", "((a{99}){99}){99}", "(?=a)b", r"(a)\1", "[^\\s\\S]"):
+        reply = client.post("/v1/completions", json=OK | {"guided_regex": pattern, "max_tokens": 4})
+        assert reply.status_code in (200, 400), (pattern, reply.text)
     for wrong, param in (({"guided_regex": "(a"}, "guided_regex"), ({"response_format": {
         "type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}}, "response_format")):  # fmt: skip
         reply = client.post("/v1/completions", json=OK | wrong)
@@ -275,6 +291,8 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     (CHAT_OK | {"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "guided_regex"),
     (OK | {"guided_regex": ""}, 400, "guided_regex"),
     (CHAT_OK | {"tools": [{"type": "function"}]}, 400, "tools"),
+    (OK | {"store": True}, 400, "store"),
+    (OK | {"service_tier": "flex"}, 400, "service_tier"),
 ]  # fmt: skip
 
 
@@ -285,8 +303,46 @@ def test_wrong_requests_are_refused_by_field(client: httpx.Client) -> None:
         error = reply.json()["error"]
         assert (reply.status_code, error["param"]) == (status, param), (body, reply.text)
         assert param in error["message"] and error["type"] == "invalid_request_error"
-    for harmless in ({"user": "me"}, {"top_k": -1}, {"logit_bias": {}}, {"seed": None}, {"best_of": 1}):
+    for harmless in (
+        {"user": "me"},
+        {"top_k": -1},
+        {"logit_bias": {}},
+        {"seed": None},
+        {"best_of": 1},
+        {"store": False},
+    ):
         assert complete(client, "x", max_tokens=1, **harmless)["choices"]
+
+
+def test_depth_that_can_just_be_read_is_no_failure_of_the_server(client: httpx.Client) -> None:
+    kind = {"Content-Type": "application/json"}
+    for depth in range(900, 1000, 4):
+        for field in ("temperature", "prompt", "stop", "response_format"):
+            deep = "[" * depth + "]" * depth
+            raw = f'{{"model": "tiny", "prompt": "x", "{field}": {deep}}}'
+            assert client.post("/v1/completions", content=raw, headers=kind).status_code == 400, (field, depth)
+
+
+def test_odd_but_legal_clients(client: httpx.Client, live: Any) -> None:
+    for method, path, status in (
+        ("HEAD", "/v1/models", 200), ("HEAD", "/health", 200), ("HEAD", "/v1/completions", 405),
+        ("OPTIONS", "/v1/completions", 405), ("PUT", "/v1/models", 405), ("GET", "/v1/models/%00%ff", 404),
+        ("GET", "//v1/models", 404), ("GET", "/metrics?x=1", 200),
+    ):  # fmt: skip
+        reply = client.request(method, path)
+        assert reply.status_code == status and (method != "HEAD" or not reply.content), (method, path)
+    reply = client.post("/v1/chat/completions", json=CHAT_OK | {"messages": [{"role": "system", "content": "Be"}]})
+    assert reply.status_code == 200
+    reply = client.post("/v1/chat/completions", json=CHAT_OK | {"messages": [{"role": "tool", "content": "x"}]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[0].role")
+    assert (
+        complete(client, "\0☂\u202e" + "é" * 3, n=3, max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 6
+    )
+    assert complete(client, "x", stop=[], stop_token_ids=[], max_tokens=1)["choices"]
+    with client.stream("POST", "/v1/completions", json=OK | {"stream": True, "max_tokens": 90}) as stream:
+        next(stream.iter_lines())
+    until(lambda: live[1].service.worker.held == 0)
+    assert client.get("/health").status_code == 200
 
 
 def test_bodies_that_are_no_request(client: httpx.Client, live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +377,24 @@ def test_bodies_that_are_no_request(client: httpx.Client, live: Any, monkeypatch
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         link.sendall(head)
         assert link.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_who_does_not_read_is_hung_up_on(made: Assembled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold one of the server's connections for ever."""
+    monkeypatch.setattr(http, "GRACE_SECONDS", 0.3)
+    with running(made) as (client, server):
+        server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connections = server.server_state.connections
+        with socket.socket() as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            link.connect(server.address)
+            until(lambda: len(connections) == 1)
+            link.settimeout(0.2)
+            with suppress(OSError):  # the server reads no more before its replies are
+                for _ in range(2000):
+                    link.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            until(lambda: not connections, 4.0)  # before uvicorn takes it for idle
+        assert client.get("/health").status_code == 200
 
 
 def test_models_health_and_metrics(client: httpx.Client) -> None:
@@ -434,6 +508,24 @@ def test_a_failing_pass_of_a_denoiser_fails_its_batch_alone(tiny: Any, capsys: p
             assert first.result().status_code == 500
             assert second.result()["choices"][0]["text"] == want
     assert "a fault of the model" in capsys.readouterr().err
+
+
+def test_who_ended_in_a_pass_that_failed_is_given_up_too(tiny: Any) -> None:
+    denoiser = denoiser_of(tiny(dtype=torch.float64), 4, 3, shift=True)
+    turns = Turns(denoiser, DiffuseConfig(max_rows=2))
+    asked = [Request(i, [5, 6], SamplingParams(max_new_tokens=40), (), None, live=False) for i in range(2)]
+    for one in asked:
+        turns.add(one)
+    turns.step()
+
+    def broken() -> Any:
+        asked[0].stop_reason = "length"
+        raise RuntimeError("a fault of the model")
+
+    turns.batch.step = broken
+    with pytest.raises(RuntimeError):
+        turns.step()
+    assert turns.clear() == asked and not turns.busy
 
 
 @pytest.mark.parametrize(("drain", "signals"), [(20.0, 1), (0.2, 1), (20.0, 2)])
@@ -555,6 +647,7 @@ def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
         ({"max_rows": 0}, "max_rows=0"),
         ({"timeout": 0.0}, "timeout=0.0"),
         ({"prefix_mb": -1}, "prefix_mb=-1"),
+        ({"name": " "}, "name=' '"),
         ({"default_answer": 2000}, "default_answer=2000"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -566,6 +659,9 @@ def test_settings_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Non
         run_serve(ServeConfig(target="tiny", port=port))
     with pytest.raises(ValueError, match=r"host='203\.0\.113\.5', port=0"):
         run_serve(ServeConfig(target="tiny", host="203.0.113.5", port=0, api_key_env="KEY"))
+    for host in ("a" * 300, "\udc80"):
+        with pytest.raises(ValueError, match="cannot be an address"):
+            command.refuse_taken(host, 0)
     for host, known in (("127.0.0.2", "127.0.0.2"), ("::1", "[::1]"), ("127.0.0.1", "localhost")):
         assert known in own_names(host)
     assert name_of(ServeConfig(model="user/head"), "t") == "user/head"

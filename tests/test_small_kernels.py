@@ -25,7 +25,8 @@ from draftsmith.kernels.swiglu import swiglu
 from draftsmith.kernels.topk import topk
 from draftsmith.kernels.unmask import Rule, statistics, unmask
 from draftsmith.models.cache import Cache
-from draftsmith.models.medusa import Blocks
+from draftsmith.models.drafter import Prefill
+from draftsmith.models.medusa import Blocks, Medusa, MedusaConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -171,6 +172,23 @@ def test_stacked_heads_are_medusas_blocks(dtype: torch.dtype) -> None:
     first = [head.layers[0] for head in heads]
     got = medusa_heads(state_MD, torch.stack([x.weight for x in first]), torch.stack([x.bias for x in first]))
     torch.testing.assert_close(got, torch.stack([head(state_MD) for head in heads], 1), atol=1e-6, rtol=1e-6)
+
+
+def test_stacked_heads_follow_their_weights_and_stay_where_they_are(tiny: Callable[..., Any]) -> None:
+    """A captured step reads the copy where it lies, so that another engine's `init` must not take its memory away."""
+    drafter = Medusa(MedusaConfig(heads=2), tiny().facts)
+    layer = drafter.blocks[1].layers[0]
+    places = set()
+    for write in (lambda: None, lambda: layer.weight.data.fill_(0.5)):  # the second is counted by nobody
+        write()
+        drafter.init(Prefill(1, 8, torch.device("cpu"), torch.float32))
+        weight_KDD, bias_KD = drafter.first()
+        assert torch.equal(weight_KDD[1], layer.weight) and torch.equal(bias_KD[1], layer.bias)
+        places.add((weight_KDD.data_ptr(), bias_KD.data_ptr()))
+    assert len(places) == 1
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(drafter.first()[0][1], layer.weight)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from draftsmith.inference import probes
 from draftsmith.inference import tune as tuning
 from draftsmith.inference import tuned as storing
 from draftsmith.inference.consistency_folder import save_consistency
-from draftsmith.inference.evaluate import EvaluateConfig, plan, run_evaluate
+from draftsmith.inference.evaluate import plan, run_evaluate
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import folder as folders
 from draftsmith.inference.exporters.layout import RunFacts
@@ -244,8 +245,11 @@ def test_stale_foreign_and_damaged_files_are_ignored_in_one_line(folder, quick, 
         ('{"format": 1}', "incomplete"),
         ('{"format": 1, "entries": [{}]}', "incomplete"),
         ('{"format": 1, "entries": [3]}', "incomplete"),
+        (json.dumps({"format": 1, "entries": [good | {"key": [[1, 2]]}]}), "key is no JSON object"),
+        (json.dumps({"format": 1, "entries": [good | {"shape": "ab"}]}), "shape is no JSON object"),
+        (json.dumps({"format": 1, "entries": [good | {"figures": [1]}]}), "figures is no JSON object"),
         (stored(good, tree="bush"), "bush"),
-        (stored(good, k=10**6), "outside 1..512"),
+        (stored(good, k=10**6), "at most 4096"),
         (stored(good, k=2.5), "outside 1..512"),
         (stored(good, k="2"), "incomplete"),
         (stored(good, verifier="typical"), "verifier"),
@@ -268,6 +272,20 @@ def test_a_file_that_cannot_be_read_stops_nobody(folder, quick, tiny, monkeypatc
     monkeypatch.setattr(storing, "read_json", refused)
     entry, line = stored_shape(str(folder), None, ours, target, SamplingParams())
     assert entry is None and f"{FILE} is not used: " in line and "Permission denied" in line
+
+
+def test_a_folder_that_takes_no_result_is_refused_before_measuring(folder, quick, monkeypatch):
+    monkeypatch.setattr(tuning, "load_target", lambda *a, **k: pytest.fail("loaded"))
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning.os, "access", lambda *_: False)
+        with pytest.raises(ValueError, match=f"{FILE} cannot be written"):
+            run_tune(quick)
+    (folder / FILE).mkdir()
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for name in (str(folder), f"~/{folder.name}"):  # `--export=~/x` comes as it stands
+        with pytest.raises(ValueError, match=f"{FILE} cannot be written"):
+            run_tune(replace(quick, export=name))
+    (folder / FILE).rmdir()
 
 
 def test_an_interrupted_run_leaves_what_was_there(folder, quick, monkeypatch):

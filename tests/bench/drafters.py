@@ -39,7 +39,8 @@ from rich.table import Table
 
 from draftsmith.data.encode import encode_all
 from draftsmith.inference.capture import capture
-from draftsmith.inference.evaluate import EvaluateConfig, evaluate, write_report
+from draftsmith.inference.evaluate import evaluate, write_report
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.figures import Bootstrap
 from draftsmith.models import TRAINING_FREE
 from draftsmith.models.eagle3 import default_taps

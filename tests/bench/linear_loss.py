@@ -9,7 +9,7 @@ closest loss is measured beside both.
     python tests/bench/linear_loss.py            # the three sizes, minutes
     python tests/bench/linear_loss.py --quick    # the first one alone
 
-The last line is JSON.
+The last line is JSON; the exit code is 1 where a bar fails.
 """
 
 from __future__ import annotations
@@ -97,16 +97,17 @@ def errors() -> dict[str, dict[str, float]]:
 
         want = grads(torch.float64, reference)
         figures[term] = {
-            name: max(
-                float((a - b).abs().max() / b.abs().max())
-                for a, b in zip(grads(torch.float32, form), want, strict=True)
+            name: float(  # NaN if there is one
+                torch.stack(
+                    [(a - b).abs().max() / b.abs().max() for a, b in zip(grads(torch.float32, form), want, strict=True)]
+                ).max()
             )
             for name, form in (("chunked", linear_loss), ("naive", reference))
         }
     return figures
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
@@ -114,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         print(json.dumps(one(args.one[0], *map(int, args.one[1:]), args.runs)))
-        return
+        return 0
     found = errors()
     print(f"{'error of gradients':<20}{'chunked':>12}{'naive':>12}")
     for term, row in found.items():
@@ -138,7 +139,8 @@ def main() -> None:
             bars.append({"name": f"{name} {key}", "value": share, "at_most": most, "holds": share <= most})
     figures = {"torch": torch.__version__, "errors": found, "sizes": sizes}
     print(json.dumps({"name": "linear_loss", "figures": figures, "bars": bars}))
+    return 0 if all(bar["holds"] for bar in bars) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,13 +21,15 @@
     python tests/bench/lossless.py --share 10               # a tenth of the prompts of each part
     python tests/bench/lossless.py --quick                  # a sanity run
 
-Finished cells are kept in `runs/bench/lossless.jsonl` (`--out`); delete it to start over. The last line is JSON.
+Finished cells are kept in `runs/bench/lossless.jsonl` (`--out`); delete it to start over. The last line is JSON; the exit
+code is 1 where a bar fails (`--quick`: where something differs).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -355,7 +357,7 @@ def trees_near_ties(kept: Kept, bed: Bed, drafters: list[str], trees: list[str])
     return table
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Greedy output with and without speculation, compared exactly.")
     parser.add_argument("--model", action="append", default=[], help="folder or hub id of an export; may be repeated")
     parser.add_argument("--parts", type=int, nargs="+", choices=(1, 2, 3), default=(1, 2, 3), help="default: all")
@@ -437,7 +439,9 @@ def main() -> None:
         "near_ties": sum(r["near_ties"] for r in third),
     }
     print(json.dumps({"name": "lossless", "figures": figures, "bars": bars}))
+    asked = [bar for bar in bars if not args.quick or "at_most" in bar]
+    return 0 if asked and all(bar["holds"] for bar in asked) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

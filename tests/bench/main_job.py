@@ -25,7 +25,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from draftsmith.inference.evaluate import EvaluateConfig, evaluate, write_report
+from draftsmith.inference.evaluate import evaluate, write_report
+from draftsmith.inference.evaluate_config import EvaluateConfig
 from draftsmith.inference.report import print_report
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -305,7 +305,8 @@ def under_load(loop: str, args: argparse.Namespace) -> tuple[dict[str, Any], lis
         bar(f"{loop}: other replies to what must be refused", load.wrongly, at_most=0),
     ]
     if args.dtype == "float64":
-        bars.append(bar(f"{loop}: texts that are not the offline ones", len(compared) - equal, at_most=0))
+        different = len(compared) - equal if compared else None  # not measured, so not held
+        bars.append(bar(f"{loop}: texts that are not the offline ones", different, at_most=0))
     if short is not None:
         quarter = len(memory) // 4
         grown = median(memory[-quarter:]) - median(memory[quarter : 2 * quarter]) if quarter else None

@@ -71,20 +71,24 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield compared("8 heads per key by path", [60], 4, 8, 1, 32, by_path=True)
     yield compared("one head per key, wide", [40], 3, 2, 2, 256)
     yield part_of_the_tail(dtype, atol)
+    yield part_of_the_tail(dtype, atol, by_path=True)
     yield nothing_to_see(dtype)
     yield chain_rows(dtype)
     yield tree_rows(dtype)
 
 
-def part_of_the_tail(dtype: torch.dtype, atol: float) -> Case:
-    """3 rows in tail slots 2 to 4 of 7, which see whatever they are told to, near the end of the cache."""
+def part_of_the_tail(dtype: torch.dtype, atol: float, by_path: bool = False) -> Case:
+    """3 rows in tail slots 2 to 4 of 7, which see whatever they are told to, near the end of the cache. What they see has
+    gaps, so that a slot's depth is not its place in the row's path."""
     q, k, v = inputs(2, 3, 4, 2, 16, 57, dtype)
     see_BMA = torch.rand(2, 3, 7) < 0.5
-    sight = Sight(torch.tensor([50, 9]), pack(see_BMA), torch.tensor([[0, 1, 2, 2, 3, 3, 3]] * 2), offset=2)
+    depths_BA = torch.tensor([[0, 1, 2, 2, 3, 3, 3]] * 2)
+    order_BMK = paths(see_BMA, depths_BA, 7) if by_path else None
+    sight = Sight(torch.tensor([50, 9]), pack(see_BMA), depths_BA, 2, order_BMK)
     return Case(
-        "rows in the middle of the tail",
-        lambda: (tree_attention(q, k, v, sight, window=6),),
-        lambda: (reference(q.double(), k.double(), v.double(), sight, window=6),),
+        f"rows in the middle of the tail{', by path' if by_path else ''}",
+        lambda: (tree_attention(q, k, v, sight, window=3),),
+        lambda: (reference(q.double(), k.double(), v.double(), sight, window=3),),
         atol,
     )
 
