@@ -55,19 +55,22 @@ class Parting:
 
 @torch.no_grad()
 def parting(
-    target: Any, prompt: Sequence[int], reference: Sequence[int], other: Sequence[int], rows: int
+    target: Any, prompt: Sequence[int], reference: Sequence[int], other: Sequence[int], rows: int, batch: int = 1
 ) -> Parting | None:
     """The first difference of `other` from `reference`, the greedy answer of plain decoding to `prompt` (ids); None if
-    there is none. `rows`: of the passes that `other` was decoded in (`pass_rows`)."""
+    there is none. `rows`: of the passes that `other` was decoded in (`pass_rows`), per request; `batch`: requests that
+    shared the passes of either."""
     n = min(len(reference), len(other))
     at = next((i for i in range(n) if reference[i] != other[i]), n)
     if at == len(reference) == len(other):
         return None
     line = [*reference[: max(at, LEAST)]]
-    narrow_TV, wide_TV = (_logits(target, [*prompt], line, width) for width in (1, rows))
+    narrow_TV = _logits(target, [*prompt], line, 1)
     first, second = narrow_TV[at].topk(2).values.tolist()
+    wide = [_logits(target, [*prompt], line, width) for width in sorted({rows, batch, rows * batch} - {1})]
+    difference = max((float((narrow_TV - wide_TV).abs().max()) for wide_TV in wide), default=0.0)
     there = [ids[at] if at < len(ids) else None for ids in (reference, other)]
-    return Parting(at, there[0], there[1], first - second, float((narrow_TV - wide_TV).abs().max()))
+    return Parting(at, there[0], there[1], first - second, difference)
 
 
 def _logits(target: Any, prompt: list[int], line: list[int], rows: int) -> Tensor:

@@ -336,7 +336,7 @@ def trees_near_ties(kept: Kept, bed: Bed, drafters: list[str], trees: list[str])
         got = run_batches(bed.target, bed.texts, bed.params, name, decode, want)
         rows = pass_rows(bed.target, drafter_for(name, bed.target, bed.texts, want), decode)
         pairs = zip(bed.texts, want, got, strict=True)
-        found = [parting(bed.target, text, ids, result.ids, rows) for text, (ids, _), result in pairs]
+        found = [parting(bed.target, text, ids, result.ids, rows, batch) for text, (ids, _), result in pairs]
         parted = [each for each in found if each is not None]
         figures = compare(want, got)
         return {name: figures[name] for name in ("prompts", "tokens", "accepted", "verifies")} | {
