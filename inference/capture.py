@@ -50,6 +50,7 @@ from ..data.states import (
 )
 from ..models.eagle3 import default_taps
 from ..models.loading import load_target
+from ..models.placement import together
 from ..models.target import Target
 from .progress import progress_bar
 
@@ -112,7 +113,7 @@ def state_fields(
         raise ValueError(f"taps {list(taps)} must be distinct and ascending")
     return StateFields(
         format=FORMAT,
-        target=target.facts.fingerprint,
+        target=target.facts.fingerprint + ("" if target.quantized == "none" else f" {target.quantized}"),
         tokenizer=target.facts.tokenizer_hash or "none",
         template=text_fingerprint(target.tokenizer.chat_template and target.tokenizer.get_chat_template()),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -157,7 +158,8 @@ def capture(
     todo = [k for k in range(len(shards)) if read_record(folder, k, fields) is None]
     check_disk(folder, sum(estimate([s for k in todo for s in shards[k]], fields)))
     mine = {k: shards[k] for k in range(rank, len(shards), world) if k in todo}
-    with progress_bar("capturing states", sum(len(s) for k in mine for s in mine[k]), progress and bool(mine)) as bar:
+    tokens = sum(len(s) for k in mine for s in mine[k])
+    with together(target), progress_bar("capturing states", tokens, progress and bool(mine)) as bar:
         _fill_all(target, mine, folder, fields, batch_tokens, threads or _threads(target, world), bar)
     while not all((folder / shard_file(k)).exists() for k in range(len(shards))):
         time.sleep(0.2)
@@ -212,7 +214,7 @@ def run_capture(cfg: CaptureConfig) -> None:
 
 
 def _threads(target: Target, world: int) -> int:
-    if target.device.type != "cpu":
+    if target.device.type != "cpu" or target.placement != "replicated":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // world, 1)

@@ -28,13 +28,17 @@ from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
 from draftsmith.data.encode import Sample, encode_all, prompt_ids
 from draftsmith.data.packing import collate
-from draftsmith.inference.capture import capture
+from draftsmith.data.states import StateStore
+from draftsmith.inference.capture import capture, state_fields
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import EXPORTERS
+from draftsmith.inference.exporters.folder import REPLAY
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
+from draftsmith.models.piecewise import refuse_other_states
+from draftsmith.models.placement import together
 from draftsmith.models.target import Target, live_states
 from draftsmith.train import engine
 from draftsmith.train.loop import Summary, train
@@ -48,6 +52,7 @@ from draftsmith.train.script import (
     run_facts,
     silent,
     target_of,
+    where_it_is,
     write_run_file,
 )
 
@@ -96,11 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(config.seed)
     say = print if accelerator.is_main_process else silent
 
-    target = target_of(config, accelerator)
+    target = target_of(config, accelerator, captured_from(config, folder))
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples, _ = encode_all(heldout_talks, target.tokenizer, config.data.max_length)
-    say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
+    say(f"target {target.facts.name}, {where_it_is(target)}; training data: {report}; held out: {len(heldout_samples)}")
 
     drafter, covered = build_drafter(config, target, samples)
     EXPORTERS[config.method].pack(drafter, target)  # what its export can't express is refused now, not after training
@@ -117,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, target, drafter, heldout_samples, folder, "heldout", accelerator
     )
     stream = make_stream(config, samples, accelerator)
+    absent = target.placement == "absent"
+    if absent and heldout_talks:
+        say("no probe: it decodes with the target, whose layers are absent")
     prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
     heldout = [collate([sample], config.seed) for sample in heldout_samples]
 
@@ -129,15 +137,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder,
         heldout=heldout,
         heldout_states_of=heldout_states_of,
-        probe=speculative_probe(target, prompts, config) if prompts else None,
+        probe=speculative_probe(target, prompts, config) if prompts and not absent else None,
+        together=partial(together, target),
     )
     code = how_it_ended(config, summary, say)
     if code is not None:
         return code
-    if accelerator.is_main_process:
-        if hasattr(drafter, "calibrate"):  # drafters that foresee their own acceptance
+    with together(target):
+        if accelerator.is_main_process and hasattr(drafter, "calibrate"):  # drafters that foresee their own acceptance
             drafter.calibrate(heldout, heldout_states_of)
+    if accelerator.is_main_process:
         place = write_export(drafter, target, folder, config, argv, samples, summary)
+        if not (place / REPLAY).exists():
+            say("the export has no replay for `draftsmith check`: it is made with the target whole in one process")
         say(f"export: {place}\nnext: draftsmith evaluate --model {place}")
     accelerator.wait_for_everyone()
     return 0
@@ -177,6 +189,28 @@ def build_drafter(config: TrainConfig, target: Target, samples: Sequence[Sample]
     return drafter.float(), coverage(counts_V, draft_ids_W)
 
 
+def states_folder(config: TrainConfig, folder: Path) -> Path:
+    """Where captured states are."""
+    return Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
+
+
+def captured_from(config: TrainConfig, folder: Path) -> str | None:
+    """The fingerprint of the target that states were captured from, where they must say it: no layers, no fingerprint."""
+    if config.target.placement != "absent":
+        return None
+    try:
+        store = StateStore(states_folder(config, folder) / "train")
+    except ValueError as error:
+        raise ValueError(
+            f"target.placement=absent reads states captured before: {error}; name their folder, which holds `train` and "
+            "`heldout`, in states.folder"
+        ) from None
+    known_by, _, rounded = store.fields.target.partition(" ")
+    if rounded:
+        raise ValueError(f"states of a target rounded to {rounded} are read with target.quantize={rounded} alone")
+    return known_by
+
+
 def states(
     config: TrainConfig,
     target: Target,
@@ -191,18 +225,23 @@ def states(
     if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
         return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed)
     if config.states.source == "captured" and samples:
-        place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
-        store = capture(
-            target,
-            samples,
-            place / split,
-            taps=drafter.taps,
-            need_last_hidden=needs_last,
-            batch_tokens=config.states.batch_tokens,
-            progress=accelerator.is_main_process,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-        )
+        place = states_folder(config, folder) / split
+        if target.placement == "absent":
+            fields = state_fields(target, samples, drafter.taps, needs_last)
+            store = StateStore(place, fields, taps=drafter.taps, last_hidden=needs_last, samples=samples)
+            refuse_other_states(target, store, samples)
+        else:
+            store = capture(
+                target,
+                samples,
+                place,
+                taps=drafter.taps,
+                need_last_hidden=needs_last,
+                batch_tokens=config.states.batch_tokens,
+                progress=accelerator.is_main_process,
+                rank=accelerator.process_index,
+                world=accelerator.num_processes,
+            )
 
         def stored(batch: Batch) -> TargetOut:
             return dataclasses.replace(store.fill(batch), head=target.head, by_head=target.by_head, embed=target.embed)
