@@ -346,8 +346,8 @@ def refuse_placed(target: TargetConfig) -> None:
     """Raises ValueError for targets that are not whole in every process, where training happens inside them."""
     if target.placement != "replicated":
         raise ValueError(
-            f"target.placement={target.placement}: this training is of adapters inside the target's layers, which share "
-            "modules with what is trained; several processes cut them together with engine=zero3 or fsdp2"
+            f"target.placement={target.placement}: this training changes the target's layers and passes through them a "
+            "different number of times in each process; use placement=replicated (quantize=nf4 or int8_weight makes them small)"
         )
     if target.quantize != "none":
         raise ValueError(f"target.quantize={target.quantize}: here the key is quantize")

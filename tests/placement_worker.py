@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from distributed_worker import config_of, samples
+from distributed_worker import config_of, launch, samples
 
 from draftsmith.data.packing import collate
 from draftsmith.models import METHODS
@@ -22,6 +22,7 @@ from draftsmith.models.piecewise import load_placed
 from draftsmith.models.placement import bytes_here, together
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import live_states
+from draftsmith.train import engine, fsdp
 from draftsmith.train.distill_draft import main
 
 QUICK = [
@@ -84,10 +85,35 @@ def scripts(out: Path) -> dict[str, int]:
     return codes
 
 
+def trained(out: Path) -> dict[str, Any]:
+    """Runs of some methods under DDP and cut by FSDP2, one of the latter in two launches; what a process keeps at rest."""
+    kept: dict[str, Any] = {}
+
+    def runs(folder: Path) -> None:
+        for method in ("eagle3", "hydra", "draft_model", "dual_view"):
+            launch(config_of(method, folder / method, steps=4))
+
+    runs(out / "ddp")
+    wrap = fsdp.wrap
+
+    def watched(model: Any, *more: Any) -> Any:
+        total = bytes_here(model)
+        wrapped = wrap(model, *more)
+        kept.setdefault("bytes", []).append([bytes_here(model), total])
+        return wrapped
+
+    engine.is_fsdp, fsdp.wrap = (lambda _: True), watched
+    runs(out / "fsdp")
+    launch(config_of("eagle3", out / "halves" / "eagle3", steps=4, stop_at=2))
+    launch(config_of("eagle3", out / "halves" / "eagle3", steps=4))
+    return kept
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     accelerator = Accelerator(cpu=True)
     facts = states_and_gradients(accelerator.process_index) | {"codes": scripts(folder)}
+    facts["cut"] = trained(folder)
     (folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(facts))
     accelerator.wait_for_everyone()
     torch.distributed.destroy_process_group()

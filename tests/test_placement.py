@@ -16,7 +16,15 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from draftsmith.configs.training import StatesConfig, TargetConfig, TrainConfig, check_placement, refuse_placed
+from draftsmith.configs.diffusion import DiffusionConfig
+from draftsmith.configs.training import (
+    OptimConfig,
+    StatesConfig,
+    TargetConfig,
+    TrainConfig,
+    check_placement,
+    refuse_placed,
+)
 from draftsmith.data.encode import Sample
 from draftsmith.inference.capture import capture, state_fields
 from draftsmith.models import METHODS
@@ -25,7 +33,7 @@ from draftsmith.models.piecewise import load_placed, refuse_other_states
 from draftsmith.models.placement import Placed, bytes_here, run_on, share_of_devices, spread, together
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import Target
-from draftsmith.train import distill_draft
+from draftsmith.train import distill_draft, engine, fsdp
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -101,6 +109,55 @@ def test_what_is_exported_names_the_target(two: Path) -> None:
     want, got = (json.loads((two / name / "export/config.json").read_text()) for name in ("whole", "sharded"))
     assert got["draftsmith"]["target"] == want["draftsmith"]["target"]
     assert yaml.safe_load((two / "sharded/run.yaml").read_text())["machine"]["processes"] == 2
+
+
+# FSDP2: what accelerate starts on GPUs, by torch's own `fully_shard` on two CPU processes
+
+CUT = ("eagle3", "hydra", "draft_model", "dual_view")
+
+
+@pytest.mark.parametrize("method", CUT)
+def test_a_drafter_that_is_cut_trains_as_under_ddp(two: Path, method: str) -> None:
+    """Weights, and moments of the checkpoint; every process holds the whole at the end, and half of it before."""
+    want, got, other = (
+        load_file(two / name / method / f"rank{rank}.safetensors")
+        for name, rank in (("ddp", 0), ("fsdp", 0), ("fsdp", 1))
+    )
+    moments = [load_file(two / e / method / "checkpoints/step-00000004/optimiser.safetensors") for e in ("ddp", "fsdp")]
+    for mine, theirs in ((want, got), (got, other), moments):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            torch.testing.assert_close(theirs[name], value, atol=1e-6, rtol=0)
+    heldout = [json.loads((two / engine / method / "rank0.json").read_text())["heldout"] for engine in ("ddp", "fsdp")]
+    assert heldout[1] == pytest.approx(heldout[0], rel=1e-4, abs=1e-6)
+    half, all_ = facts(two, 0)["cut"]["bytes"][CUT.index(method)]
+    assert abs(half - all_ / 2) <= 0.01 * all_
+
+
+def test_a_cut_run_goes_on_exactly(two: Path) -> None:
+    """Stopped after two of four steps, by another launch, bit for bit."""
+    want, got = (load_file(two / name / "eagle3/rank0.safetensors") for name in ("fsdp", "halves"))
+    assert all(torch.equal(got[n], t) for n, t in want.items())
+
+
+def test_fsdp_is_refused_where_it_would_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="FSDP2 needs GPUs: on CPUs accelerate ignores it"):
+        engine.start(config_of("medusa"))
+    with pytest.raises(ValueError, match="method block_diffusion trains weights inside the target"):
+        engine.start(DiffusionConfig())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="its update needs whole matrices"):
+        fsdp.refuse_unless_possible(replace(config_of("medusa"), optim=OptimConfig(name="muon")))
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ValueError, match="FSDP of version 1"):
+        fsdp.refuse_unless_possible(config_of("medusa"))
+
+
+def test_the_shipped_file_is_read_as_fsdp2() -> None:
+    shipped = yaml.safe_load((ROOT / "configs/accelerate/fsdp2.yaml").read_text())
+    assert shipped["distributed_type"] == "FSDP" and shipped["fsdp_config"] == {"fsdp_version": 2}
 
 
 # Loaded by the piece: one process
@@ -298,7 +355,7 @@ def test_other_refusals() -> None:
         TargetConfig(devices=("1",))
     with pytest.raises(ValueError, match="rounded weights are loaded whole"):
         TargetConfig(placement="sharded", quantize="nf4")
-    with pytest.raises(ValueError, match="engine=zero3 or fsdp2"):
+    with pytest.raises(ValueError, match="different number of times"):
         refuse_placed(TargetConfig(placement="sharded"))
     with pytest.raises(ValueError, match="here the key is quantize"):
         refuse_placed(TargetConfig(quantize="nf4"))

@@ -26,7 +26,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .engine import is_deepspeed
+from .engine import is_deepspeed, whole
+from .fsdp import full, like
 
 FORMAT = 1
 
@@ -73,6 +74,9 @@ def save(
 
     Raises OSError (disk full, read-only folder); earlier checkpoints are untouched then.
     """
+    with whole(drafter.parameters()):
+        everything = trained_tensors(drafter) if accelerator.is_main_process else {}
+        model = {n: t.cpu().clone().contiguous() for n, t in everything.items()}
     optimiser_tensors = _optimiser_tensors(drafter, optimisers, accelerator)
     rng = _rng_tensors(accelerator)
     final = folder / f"step-{state.step:08d}"
@@ -81,7 +85,6 @@ def save(
         temporary = folder / f".{final.name}.{os.getpid()}"
         try:
             temporary.mkdir()
-            model = {n: t.cpu().clone().contiguous() for n, t in trained_tensors(drafter).items()}
             for name, tensors in (("model", model), ("optimiser", optimiser_tensors), ("rng", rng)):
                 save_file(tensors, temporary / f"{name}.safetensors")
             _write_json(temporary / "state.json", {"format": FORMAT, "state": asdict(state), "settings": settings})
@@ -151,7 +154,8 @@ def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer]
 
     Raises ValueError when names or shapes differ from this drafter's.
     """
-    load_tensors(path, drafter)
+    with whole(drafter.parameters(), write=True):
+        load_tensors(path, drafter)
     moments: dict[str, dict[str, Tensor]] = {}
     for key, value in load_file(path / "optimiser.safetensors").items():
         name, _, kind = key.rpartition("|")
@@ -166,7 +170,8 @@ def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer]
             optimiser, group = groups[id(parameter)]
             step_device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
             optimiser.state[parameter] = {
-                kind: value.to(step_device if kind == "step" else parameter.device) for kind, value in kinds.items()
+                kind: value.to(step_device) if kind == "step" else like(value, parameter)
+                for kind, value in kinds.items()
             }
     rng = load_file(path / "rng.safetensors")
     mine = {
@@ -212,7 +217,7 @@ def _optimiser_tensors(
         for group in optimiser.param_groups:
             for parameter in group["params"]:
                 for kind, value in optimiser.state.get(parameter, {}).items():
-                    tensors[f"{names[id(parameter)]}|{kind}"] = value.detach().cpu().clone().contiguous()
+                    tensors[f"{names[id(parameter)]}|{kind}"] = full(value.detach()).cpu().clone().contiguous()
     return tensors
 
 

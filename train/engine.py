@@ -1,4 +1,4 @@
-"""Processes: one, several by DDP, or several by DeepSpeed ZeRO, through accelerate.
+"""Processes: one, several by DDP, by DeepSpeed ZeRO, or by FSDP2 (train/fsdp.py), through accelerate.
 
 What this file adds to accelerate is refusal: several launchers start one process, or several that do not know of each
 other, without an error. Gradients are summed over processes and micro-batches here, whatever the engine averages.
@@ -8,7 +8,8 @@ Tests: `pytest tests/test_distributed.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
 from ..configs.runs import RunConfig
+from . import fsdp
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -37,6 +39,8 @@ def start(config: RunConfig) -> Accelerator:
         raise ValueError(
             "ACCELERATE_USE_CPU=true switches DeepSpeed off: unset it (DS_ACCELERATOR=cpu is what is needed)"
         )
+    if fsdp.asked():
+        fsdp.refuse_unless_possible(config)
     accelerator = Accelerator(
         cpu=cpu and not deepspeed,
         kwargs_handlers=handlers,
@@ -56,6 +60,8 @@ def start(config: RunConfig) -> Accelerator:
             )
     if deepspeed and not is_deepspeed(accelerator):
         raise ValueError("the launcher asked for DeepSpeed, accelerate did not start it")
+    if fsdp.asked() and not is_fsdp(accelerator):
+        raise ValueError("the launcher asked for FSDP, accelerate did not start it")
     if is_deepspeed(accelerator):
         fill_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config)
     if config.deterministic:
@@ -65,6 +71,10 @@ def start(config: RunConfig) -> Accelerator:
 
 def is_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def is_fsdp(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.FSDP
 
 
 def fill_deepspeed(settings: dict[str, Any], config: RunConfig) -> None:
@@ -101,7 +111,27 @@ def wrap(
         (optimiser,) = optimisers
         wrapped, prepared = accelerator.prepare(model, optimiser)
         return wrapped, [prepared]
+    if is_fsdp(accelerator):
+        return fsdp.wrap(model, optimisers, accelerator.device), optimisers
     return accelerator.prepare_model(model, evaluation_mode=False), optimisers
+
+
+def until_last(accelerator: Accelerator, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Micro-batches before the last one keep their gradients to themselves, where that costs no memory."""
+    return nullcontext() if last or is_fsdp(accelerator) else accelerator.no_sync(model)
+
+
+@contextmanager
+def whole(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[None]:
+    """While open, these are whole in every process, under any engine; every process opens it. With `write`, what the main
+    process changes in them stays."""
+    with fsdp.whole(parameters, write):
+        yield
+
+
+def put_together(module: nn.Module) -> None:
+    """The end of training: parameters are whole from here on, in every process; every process calls it."""
+    fsdp.put_together(module)
 
 
 def total(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
@@ -160,7 +190,7 @@ def step(accelerator: Accelerator, model: Any, optimisers: list[torch.optim.Opti
     if is_deepspeed(accelerator):
         model.step()
         return float(model.get_global_grad_norm() or 0.0)
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")))
+    norm = float(fsdp.full(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
     if norm == norm and norm != float("inf"):
         for optimiser in optimisers:
             optimiser.step()

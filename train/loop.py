@@ -195,16 +195,19 @@ def train(
             """Held-out figures and probe; the same in every process. A signal makes all of it nothing: the next launch
             measures again."""
             rng, found = checkpoint.rng_state(), dict[str, dict[str, float]]()
-            for kind in kinds:
-                if kind == "heldout":
-                    found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop, together)
-                    continue
-                figures: dict[str, float] = {}
-                with together():
-                    if probe is not None and accelerator.is_main_process:
-                        figures = probe(drafter, lambda: bool(stop.signal))
-                        drafter.train()
-                found[kind] = engine.shared(accelerator, figures)
+            with engine.whole(drafter.parameters()):
+                for kind in kinds:
+                    if kind == "heldout":
+                        found[kind] = evaluate(
+                            module, heldout, heldout_states_of or states_of, accelerator, stop, together
+                        )
+                        continue
+                    figures: dict[str, float] = {}
+                    with together():
+                        if probe is not None and accelerator.is_main_process:
+                            figures = probe(drafter, lambda: bool(stop.signal))
+                            drafter.train()
+                    found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
             if stopped:
                 checkpoint.set_rng_state(rng)
@@ -299,9 +302,10 @@ def train(
                 last = i == len(batches) - 1
                 with torch.no_grad():
                     if rewrite is not None:  # on-policy methods: own samples, before the target reads them
-                        batch = rewrite(batch, min(used, 1.0))
+                        with engine.whole(drafter.parameters()):
+                            batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
-                with accelerator.no_sync(model) if not last else nullcontext():
+                with engine.until_last(accelerator, model, last):
                     part, pairs = model(batch, target_out, min(used, 1.0), counts)
                     share, stopped = engine.total(accelerator, [float(part.detach()), float(stop.signal)])
                     loss += share
@@ -347,6 +351,7 @@ def train(
                     f"step {state.step}  loss {loss:.4f}  lr {lr:.2e}  {tokens / rate:.0f} tok/s  {duration(left)} left"
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
+    engine.put_together(drafter)
     return summary
 
 
@@ -417,7 +422,7 @@ def evaluate(
                 break
             batch = batches[i].to(accelerator.device)
             counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]
-            _, metrics = module(batch, states_of(batch), 1.0, counts)
+            _, metrics = module.forward(batch, states_of(batch), 1.0, counts)  # without the engine's hooks
             mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
     module.drafter.train()
     (stopped,) = engine.total(accelerator, [float(stop.signal)])
