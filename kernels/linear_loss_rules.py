@@ -219,9 +219,9 @@ def sums_of(log_q: Tensor, log_p: Tensor, q: Tensor, p: Tensor, used: set[str], 
         if "reverse_kl" in used:
             sums.reverse_T = torch.linalg.vecdot(q, r)
         if "jsd" in used:
-            m = F.logsigmoid(r).add_(math.log(2))
-            sums.q_part_T = torch.linalg.vecdot(q, m)
-            sums.p_part_T = torch.linalg.vecdot(p, m.sub_(r))
+            # Both from the sigmoid: less r, which a log of 0 makes 1e4, the last digits would be lost.
+            sums.q_part_T = torch.linalg.vecdot(q, F.logsigmoid(r).add_(math.log(2)))
+            sums.p_part_T = torch.linalg.vecdot(p, F.logsigmoid(r.neg_()).add_(math.log(2)))
     if "topk_ce" in used:
         log_p_k, ids_k = log_p.topk(min(TOP_K, log_p.shape[-1]), dim=-1)
         p_k = log_p_k.exp()

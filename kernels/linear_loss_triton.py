@@ -122,9 +122,10 @@ def _statistics(
 
 @jit
 def _bend(log_q, log_p):
-    """(r, m) of the slopes' formula."""
+    """(r, m) of the slopes' formula, and m - r without the rounding of an r that a log of 0 makes 1e4."""
     r = log_q - log_p
-    return r, 0.6931471805599453 + tl.minimum(r, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(r)))
+    near = 0.6931471805599453 - tl.log(1.0 + tl.exp(-tl.abs(r)))
+    return r, near + tl.minimum(r, 0.0), near - tl.maximum(r, 0.0)
 
 
 @jit
@@ -149,13 +150,13 @@ def _sums(
         log_q_TW = tl.where(has_W[None, :], tl.maximum(q_TW, -1e4), -1e4)
         log_p_TW = tl.where(has_W[None, :], tl.maximum(p_TW - log_y_T[:, None], -1e4), -1e4)
         q_TW, p_TW = tl.exp(log_q_TW), tl.exp(log_p_TW)
-        r_TW, m_TW = _bend(log_q_TW, log_p_TW)
+        r_TW, m_TW, other_TW = _bend(log_q_TW, log_p_TW)
         accept_T += tl.sum(tl.minimum(p_TW, q_TW), 1)
         true_T += tl.sum(tl.minimum(p_TW * mass_T[:, None], q_TW), 1)
         below_T += tl.sum(tl.where(r_TW < 0, q_TW, 0.0), 1)
         kl_T -= tl.sum(p_TW * r_TW, 1)
         reverse_T += tl.sum(q_TW * r_TW, 1)
-        p_part_T += tl.sum(p_TW * (m_TW - r_TW), 1)
+        p_part_T += tl.sum(p_TW * other_TW, 1)
         q_part_T += tl.sum(q_TW * m_TW, 1)
     at = out + tl.program_id(1) * 7 * T + row_T
     tl.store(at, accept_T, has_T)
@@ -199,7 +200,7 @@ def _slopes(
         )
         log_p_TW = tl.maximum(log_p_TW - tl.load(at + T, has_T, 0.0)[:, None], -1e4)
     if KIND != "none":
-        r_TW, m_TW = _bend(class_TW, log_p_TW)
+        r_TW, m_TW, _ = _bend(class_TW, log_p_TW)
         slope_TW += tl.load(at + 5 * T, has_T, 0.0)[:, None] * r_TW + tl.load(at + 6 * T, has_T, 0.0)[:, None] * m_TW
         slope_TW += tl.where(r_TW < 0, tl.load(at + 7 * T, has_T, 0.0)[:, None], 0.0)
     slope_TW *= tl.exp(log_q_TW)
