@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = target_of(config, accelerator)
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
-    heldout_samples, _ = encode_all(heldout_talks, target.tokenizer, config.data.max_length)
+    heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
     say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
 
     drafter, covered = build_drafter(config, target, samples)
