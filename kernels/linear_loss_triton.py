@@ -229,6 +229,7 @@ def walk_kernels(
     told: list[Tensor | None] = [None, None, None]
     ids_TK: Tensor | None = None
     log_p_TK: Tensor | None = None
+    log_p_TC: Tensor | None = None
     if isinstance(teacher, FromHidden):
         kind, E = "hidden", teacher.hidden_UD.shape[1]
         told = [
@@ -240,8 +241,9 @@ def walk_kernels(
         kind, told[0] = "dense", teacher.logits(slice(None)).detach().contiguous()
     elif isinstance(teacher, TopK):
         kind, K = "topk", teacher.ids_TK.shape[1]
-        # A log of 0 counts as FLOOR, as everywhere: what is infinite times a slope of 0 is no number.
-        ids_TK, log_p_TK = teacher.ids_TK.contiguous(), teacher.log_p_TK.float().clamp(min=FLOOR).contiguous()
+        ids_TK = teacher.ids_TK.contiguous()
+        log_p_TC = teacher.log_classes(slice(None)).float()
+        log_p_TK = log_p_TC[:, :-1].contiguous()
 
     def fresh(*shape: int) -> Tensor:
         return torch.zeros(*shape, device=device)
@@ -264,17 +266,18 @@ def walk_kernels(
     numbers_FT[0] = log_z_T
     sums, match_T, log_mass_T = None, torch.zeros(T, dtype=torch.bool, device=device), fresh(T)
     if isinstance(teacher, TopK):
-        assert ids_TK is not None and log_p_TK is not None
+        assert ids_TK is not None and log_p_TC is not None
         inside_TK = ids_TK >= 0
         numbers_FT[2] = ((rest_ST + rest_sum_ST.log()).logsumexp(0) - log_z_T).clamp(min=FLOOR)
-        numbers_FT[3] = teacher.log_rest_T(slice(None))
+        numbers_FT[3] = log_p_TC[:, -1]
         log_q_TK = (ids_z_TK - log_z_T[:, None]).masked_fill(~inside_TK, FLOOR).clamp(min=FLOOR)
         log_q_TC = torch.cat([log_q_TK, numbers_FT[2][:, None]], 1)
-        log_p_TC = torch.cat([log_p_TK.masked_fill(~inside_TK, FLOOR), numbers_FT[3][:, None]], 1)
-        sums, match_T = (
-            sums_of(log_q_TC, log_p_TC, log_q_TC.exp(), log_p_TC.exp(), job.used),
-            top_T == teacher.top_of(slice(None)),
-        )
+        p_TC, true_TC = log_p_TC.exp(), None
+        if teacher.log_mass_T is not None:
+            log_mass_T = teacher.log_mass_T.float()
+            true_TC = None if teacher.tail else p_TC * log_mass_T.exp()[:, None]
+        sums = sums_of(log_q_TC, log_p_TC, log_q_TC.exp(), p_TC, job.used, true_TC)
+        match_T = top_T == teacher.top_of(slice(None))
     elif teacher is not None:
         log_y_T = (other_ST + sum_ST.log()).logsumexp(0)
         mass_T, rest_T = torch.ones_like(log_y_T), log_mass_T

@@ -187,19 +187,23 @@ def states(
     accelerator: Accelerator,
 ) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
     """The usable samples, and a function that gives the target's states of a batch of them."""
-    needs_last = bool({"last_hidden", "teacher"} & drafter.loss_needs)
     if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
         return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed)
     if config.states.source == "captured" and samples:
         place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
+        last_hidden, top_k = config.states.keeps(drafter.loss_needs, getattr(drafter.config, "objective", ""))
         store = capture(
             target,
             samples,
             place / split,
             taps=drafter.taps,
-            need_last_hidden=needs_last,
+            need_last_hidden=last_hidden,
             batch_tokens=config.states.batch_tokens,
             progress=accelerator.is_main_process,
+            stored=config.states.stored,
+            last_stored=config.states.last_stored,
+            top_k=top_k,
+            verify=config.states.verify,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
         )
