@@ -14,11 +14,19 @@ from torch import Tensor
 from .drafter import TargetFacts
 from .families import family_of, rope_of
 
+OUTLINE = "outline"  # fingerprint of a model that has shapes and no values
+
+
+def has_values(weight: Tensor) -> bool:
+    """False for tensors that are shapes alone (models/outline.py)."""
+    return not (weight.is_meta or hasattr(weight, "fake_mode"))
+
 
 def refuse_non_finite(model: Any, name: str) -> None:
     """ValueError that names a tensor with NaN or infinity."""
     for key, weight in model.named_parameters():
-        refuse_non_finite_tensor(key, weight, name)
+        if has_values(weight):
+            refuse_non_finite_tensor(key, weight, name)
 
 
 def refuse_non_finite_tensor(key: str, weight: Tensor, name: str) -> None:
@@ -94,6 +102,8 @@ _VOLATILE = {
 def fingerprint(model: Any) -> str:
     """sha256 (hex) over the settings that shape the computation, and every tensor's name, shape and 4096 values at
     even steps, rounded to bf16 so that one checkpoint has one fingerprint in every dtype it is loaded in."""
+    if not all(has_values(weight) for weight in model.parameters()):
+        return OUTLINE
     return fingerprint_of(model.config, {key: trace(key, weight) for key, weight in model.named_parameters()})
 
 
