@@ -1,7 +1,7 @@
 """What one process of `tests/test_placement.py` runs: a sharded target beside a whole one, and a sharded drafter beside
 one under DDP, written down by rank.
 
-python tests/placement_worker.py OUT        started by torchrun, two processes, ACCELERATE_USE_CPU=true
+python tests/placement_worker.py OUT SETTING...        started by torchrun, two processes, ACCELERATE_USE_CPU=true
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import live_states
 from draftsmith.train import engine, fsdp
 from draftsmith.train.distill_draft import main
-
-QUICK = [
-    "--config=configs/quick.yaml", "data.limit=24", "evaluate.conversations=3", "evaluate.every=2", "budget.steps=3",
-    "log.every=1", "log.progress=false", "batch.rows=2", "save.steps=2",
-]  # fmt: skip
 
 
 def states_and_gradients(rank: int) -> dict[str, Any]:
@@ -73,7 +68,7 @@ def states_and_gradients(rank: int) -> dict[str, Any]:
     return out
 
 
-def scripts(out: Path) -> dict[str, int]:
+def scripts(out: Path, settings: list[str]) -> dict[str, int]:
     """Exit codes of whole runs, whose folders the test looks at."""
     codes = {}
     for name, more in (
@@ -81,7 +76,7 @@ def scripts(out: Path) -> dict[str, int]:
         ("sharded", ["target.placement=sharded"]),
         ("live", ["target.placement=sharded", "states.source=live"]),
     ):
-        codes[name] = main([*QUICK, f"run={out / name}", *more])
+        codes[name] = main([*settings, f"run={out / name}", *more])
     return codes
 
 
@@ -112,7 +107,7 @@ def trained(out: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     accelerator = Accelerator(cpu=True)
-    facts = states_and_gradients(accelerator.process_index) | {"codes": scripts(folder)}
+    facts = states_and_gradients(accelerator.process_index) | {"codes": scripts(folder, sys.argv[2:])}
     facts["cut"] = trained(folder)
     (folder / f"rank{accelerator.process_index}.json").write_text(json.dumps(facts))
     accelerator.wait_for_everyone()

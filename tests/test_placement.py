@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,6 +47,12 @@ FAMILIES = {
 }
 
 
+PLACED = [
+    "--config=configs/quick.yaml", "data.limit=24", "evaluate.conversations=3", "evaluate.every=2", "budget.steps=3",
+    "log.every=1", "log.progress=false", "batch.rows=2", "save.steps=2",
+]  # fmt: skip
+
+
 def environment(**more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "DRAFTSMITH_"))}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"} | more
@@ -62,7 +69,7 @@ def torchrun(*args: str, **env: str) -> subprocess.Popen[str]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The end of one launch of two processes."""
     out = tmp_path_factory.mktemp("placement")
-    launched = torchrun("--standalone", "--nproc_per_node", "2", "tests/placement_worker.py", str(out))
+    launched = torchrun("--standalone", "--nproc_per_node", "2", "tests/placement_worker.py", str(out), *PLACED)
     said, _ = launched.communicate(timeout=600)
     assert launched.returncode == 0, said[-4000:]
     return out
@@ -109,6 +116,58 @@ def test_what_is_exported_names_the_target(two: Path) -> None:
     want, got = (json.loads((two / name / "export/config.json").read_text()) for name in ("whole", "sharded"))
     assert got["draftsmith"]["target"] == want["draftsmith"]["target"]
     assert yaml.safe_load((two / "sharded/run.yaml").read_text())["machine"]["processes"] == 2
+
+
+def test_two_machines(two: Path, tmp_path: Path) -> None:
+    """Two launches by torchrun that find each other over the loopback: the run of two processes, bit for bit."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = ["train/distill_draft.py", *PLACED, f"run={tmp_path / 'run'}", "target.placement=sharded", "processes=2"]
+    both = [
+        torchrun(
+            "--nnodes=2", f"--node_rank={rank}", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}",
+            *script, DRAFTSMITH_PROCESSES="2",
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [launched.communicate(timeout=300)[0] for launched in both]
+    assert [launched.returncode for launched in both] == [0, 0], said[0][-2000:] + said[1][-2000:]
+    assert "sharded: 0.3 MiB in this process" in said[0] and "sharded" not in said[1]
+    want, got = (r / "export/model.safetensors" for r in (two / "sharded", tmp_path / "run"))
+    assert want.read_bytes() == got.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["torchrun", "accelerate"])
+def test_slurm_scripts_say_what_they_start(name: str, tmp_path: Path) -> None:
+    """With stand-ins for SLURM and the launcher: two machines of four, each with its rank, and the script's own arguments."""
+    stub = {
+        "scontrol": 'printf "first\nsecond\n"',
+        "srun": 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "${@:2}"; done',
+        name: f'echo "{name} $*; $DRAFTSMITH_PROCESSES ${{ACCELERATE_DEEPSPEED_CONFIG_FILE:-}}"',
+    }
+    for file, body in stub.items():
+        (tmp_path / file).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / file).chmod(0o755)
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "x",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    run = ["bash", str(ROOT / f"configs/slurm/{name}.sbatch"), "train/distill_draft.py", "run=a b"]
+    result = subprocess.run(run, env=environment(PATH=path, ENGINE="zero3", **slurm), capture_output=True, text=True)
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0 and len(lines) == 2, result.stderr
+    for rank, line in enumerate(lines):
+        where = {
+            "torchrun": f"--nnodes 2 --node_rank {rank} --nproc_per_node 4 --master_addr first --master_port 29500",
+            "accelerate": f"--num_machines 2 --machine_rank {rank} --num_processes 8 --main_process_ip first",
+        }[name]
+        assert where in line and "train/distill_draft.py run=a b; 8" in line and "zero3" in line
+    other = subprocess.run(run, env=environment(PATH=path, ENGINE="zro", **slurm), capture_output=True, text=True)
+    assert name == "accelerate" or (other.returncode == 2 and "ENGINE=zro: use ddp" in other.stderr)
 
 
 # FSDP2: what accelerate starts on GPUs, by torch's own `fully_shard` on two CPU processes
