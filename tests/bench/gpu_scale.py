@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -55,9 +55,12 @@ def main() -> int:
     seconds = time.perf_counter() - began
     print(f"\n{'engine':<16}{'tokens/s':>10}{'MiB/process':>13}{'last loss':>11}")
     for row in rows:
-        print(f"{row['name']:<16}{row['tokens_per_second']:>10,.0f}{row['mib']:>13,.0f}{row['loss']:>11.4f}")
-    losses = [row["loss"] for row in rows]
-    apart = (max(losses) - min(losses)) / abs(statistics.mean(losses)) if all(map(math.isfinite, losses)) else math.inf
+        if "error" in row:
+            print(f"{row['name']:<16}  {row['error']}")
+        else:
+            print(f"{row['name']:<16}{row['tokens_per_second']:>10,}{row['mib']:>13,}{row['loss']:>11.4f}")
+    losses = [row["loss"] for row in rows if "error" not in row] or [0.0]
+    apart = (max(losses) - min(losses)) / abs(statistics.mean(losses) or 1.0)
     bars = [
         {"name": "launches that failed", "value": sum("error" in row for row in rows), "at_most": 0},
         {"name": "last losses, apart as a share", "value": apart, "at_most": 1e-3 if args.cpu else 1e-2},
@@ -84,15 +87,14 @@ def trained(name: str, settings: list[str], processes: int, out: Path, cpu: bool
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja there
     env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    failed = {"name": name, "tokens_per_second": math.nan, "mib": math.nan, "loss": math.nan}
     if result.returncode != 0:
-        lines = [line for line in result.stderr.splitlines() if "rror" in line]
-        return failed | {"error": lines[0] if lines else f"exit code {result.returncode}"}
+        lines = [line.strip() for line in result.stderr.splitlines() if re.match(r"(error|\w*Error): ", line)]
+        return {"name": name, "error": lines[0] if lines else f"exit code {result.returncode}"}
     log = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in log if line["kind"] == "train"]
     memory = [json.loads(file.read_text())["mib"] for file in out.glob("rank*.json")]
     if len(steps) != STEPS or len(memory) != processes:
-        return failed | {"error": f"{len(steps)} steps by {len(memory)} processes"}
+        return {"name": name, "error": f"{len(steps)} steps by {len(memory)} processes"}
     speed = statistics.median(step["tokens_per_second"] for step in steps[STEPS // 4 :])
     return {"name": name, "tokens_per_second": round(speed), "mib": max(memory), "loss": round(steps[-1]["loss"], 5)}
 
