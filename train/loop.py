@@ -53,10 +53,10 @@ class LossModule(nn.Module):
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def forward(
-        self, batch: Batch, target_out: TargetOut, progress: float, counts: dict[str, float]
+        self, batch: Batch, target_out: TargetOut, progress: float, counts: dict[str, float], tie: Tensor | None = None
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """(this batch's part of the loss of the whole step, metrics as (sum, count)). A term whose count is zero in
-        the whole step is left out."""
+        the whole step is left out. `tie`: a zero that takes part, for engines that watch a module's inputs."""
         with self.autocast:
             terms = self.drafter.loss(batch, target_out, progress)  # type: ignore[operator]
         missing = terms.losses.keys() - counts.keys()
@@ -64,7 +64,7 @@ class LossModule(nn.Module):
             raise ValueError(f"loss terms {sorted(missing)} have no entry in `denominators`")
         parts = [value.float() / counts[name] for name, value in terms.losses.items() if counts[name] > 0]
         touch = sum(p.sum() * 0.0 for p in self.drafter.parameters() if p.requires_grad)
-        loss = sum(parts, start=touch)
+        loss = sum(parts, start=touch if tie is None else touch + tie)
         assert isinstance(loss, Tensor)
         return loss, terms.metrics
 
@@ -193,15 +193,16 @@ def train(
             """Held-out figures and probe; the same in every process. A signal makes all of it nothing: the next launch
             measures again."""
             rng, found = checkpoint.rng_state(), dict[str, dict[str, float]]()
-            for kind in kinds:
-                if kind == "heldout":
-                    found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
-                    continue
-                figures: dict[str, float] = {}
-                if probe is not None and accelerator.is_main_process:
-                    figures = probe(drafter, lambda: bool(stop.signal))
-                    drafter.train()
-                found[kind] = engine.shared(accelerator, figures)
+            with engine.whole(drafter.parameters()):
+                for kind in kinds:
+                    if kind == "heldout":
+                        found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                        continue
+                    figures: dict[str, float] = {}
+                    if probe is not None and accelerator.is_main_process:
+                        figures = probe(drafter, lambda: bool(stop.signal))
+                        drafter.train()
+                    found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
             if stopped:
                 checkpoint.set_rng_state(rng)
@@ -296,7 +297,8 @@ def train(
                 last = i == len(batches) - 1
                 with torch.no_grad():
                     if rewrite is not None:  # on-policy methods: own samples, before the target reads them
-                        batch = rewrite(batch, min(used, 1.0))
+                        with engine.whole(drafter.parameters()):
+                            batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
                 with accelerator.no_sync(model) if not last else nullcontext():
                     part, pairs = model(batch, target_out, min(used, 1.0), counts)
@@ -344,6 +346,7 @@ def train(
                     f"step {state.step}  loss {loss:.4f}  lr {lr:.2e}  {tokens / rate:.0f} tok/s  {duration(left)} left"
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
+    engine.put_together(drafter)
     return summary
 
 
@@ -412,7 +415,7 @@ def evaluate(
             break
         batch = batches[i].to(accelerator.device)
         counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]
-        _, metrics = module(batch, states_of(batch), 1.0, counts)
+        _, metrics = module.forward(batch, states_of(batch), 1.0, counts)  # without the engine's hooks
         mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
     module.drafter.train()
     (stopped,) = engine.total(accelerator, [float(stop.signal)])
