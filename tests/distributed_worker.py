@@ -46,6 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 ZERO = ("zero1", "zero2", "zero3")
 FEW = (
+# By engine: the methods that run straight through. The few stop in between, too; all of them do with one process in
+# tests/test_resume.py, and by every engine in tests/bench/invariance.py.
+STRAIGHT = dict.fromkeys(("ddp", "zero3"), tuple(METHODS)) | dict.fromkeys(("zero1", "zero2"), FEW)
     "eagle3",
     "hydra",
     "dual_view",
