@@ -45,14 +45,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 ZERO = ("zero1", "zero2", "zero3")
-FEW = (
+FEW = ("eagle3", "hydra", "dual_view")  # a drafter, one with dropout, one inside the target
 # By engine: the methods that run straight through. The few stop in between, too; all of them do with one process in
 # tests/test_resume.py, and by every engine in tests/bench/invariance.py.
 STRAIGHT = dict.fromkeys(("ddp", "zero3"), tuple(METHODS)) | dict.fromkeys(("zero1", "zero2"), FEW)
-    "eagle3",
-    "hydra",
-    "dual_view",
-)  # a drafter, one with dropout, one inside the target; ZeRO-3 and DDP run all methods
 
 
 def launched_by(name: str) -> dict[str, str]:
