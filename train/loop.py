@@ -53,10 +53,10 @@ class LossModule(nn.Module):
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def forward(
-        self, batch: Batch, target_out: TargetOut, progress: float, counts: dict[str, float]
+        self, batch: Batch, target_out: TargetOut, progress: float, counts: dict[str, float], tie: Tensor | None = None
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """(this batch's part of the loss of the whole step, metrics as (sum, count)). A term whose count is zero in
-        the whole step is left out."""
+        the whole step is left out. `tie`: a zero that takes part, for engines that watch a module's inputs."""
         with self.autocast:
             terms = self.drafter.loss(batch, target_out, progress)  # type: ignore[operator]
         missing = terms.losses.keys() - counts.keys()
@@ -64,7 +64,7 @@ class LossModule(nn.Module):
             raise ValueError(f"loss terms {sorted(missing)} have no entry in `denominators`")
         parts = [value.float() / counts[name] for name, value in terms.losses.items() if counts[name] > 0]
         touch = sum(p.sum() * 0.0 for p in self.drafter.parameters() if p.requires_grad)
-        loss = sum(parts, start=touch)
+        loss = sum(parts, start=touch if tie is None else touch + tie)
         assert isinstance(loss, Tensor)
         return loss, terms.metrics
 
