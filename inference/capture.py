@@ -132,7 +132,7 @@ def state_fields(
         raise ValueError(f"taps {list(taps)} must be distinct and ascending")
     return StateFields(
         format=FORMAT,
-        target=target.facts.fingerprint + ("" if target.quantized == "none" else f" {target.quantized}"),
+        target=("" if target.quantized == "none" else f"{target.quantized}:") + target.facts.fingerprint,
         tokenizer=target.facts.tokenizer_hash or "none",
         template=text_fingerprint(target.tokenizer.chat_template and target.tokenizer.get_chat_template()),
         dtype=str(target.dtype).removeprefix("torch."),

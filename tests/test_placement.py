@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -430,7 +431,20 @@ def test_rounded_states_are_not_those_of_the_whole_target(target: Target) -> Non
         rounded = state_fields(target, samples, (1,), True)
     finally:
         target.quantized = "none"
-    assert rounded.target == f"{plain.target} nf4"
+    assert rounded.target == f"nf4:{plain.target}"
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+def test_training_beside_a_rounded_target(folders: dict[str, Path], tmp_path: Path) -> None:
+    """And its states are read by nobody who asks for those of the whole one, or for none."""
+    args = [*QUICK, f"target.name={folders['llama']}", f"states.folder={tmp_path / 'states'}"]
+    assert distill_draft.main([*args, f"run={tmp_path / 'a'}", "target.quantize=int8_weight"]) == 0
+    export = json.loads((tmp_path / "a/export/config.json").read_text())
+    assert export["draftsmith"]["target"]["fingerprint"] == load_target(str(folders["llama"])).facts.fingerprint
+    with pytest.raises(ValueError, match="states of another target: int8_weight:"):
+        distill_draft.main([*args, f"run={tmp_path / 'b'}"])
+    with pytest.raises(ValueError, match=r"rounded to int8_weight are read with target\.quantize"):
+        distill_draft.main([*args, f"run={tmp_path / 'b'}", "target.placement=absent"])
 
 
 def test_together_is_nothing_where_no_target_is_shared(target: Target) -> None:

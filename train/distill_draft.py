@@ -207,7 +207,7 @@ def captured_from(config: TrainConfig, folder: Path) -> str | None:
             f"target.placement=absent reads states captured before: {error}; name their folder, which holds `train` and "
             "`heldout`, in states.folder"
         ) from None
-    known_by, _, rounded = store.fields.target.partition(" ")
+    rounded, _, known_by = store.fields.target.rpartition(":")
     if rounded:
         raise ValueError(f"states of a target rounded to {rounded} are read with target.quantize={rounded} alone")
     return known_by
