@@ -7,6 +7,7 @@ Run: pytest tests/test_state_training.py
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def samples(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     config = config_of("eagle3", tmp_path_factory.mktemp("run"))
-    found, _ = encode_all(distill_draft.conversations(config)[0], target.tokenizer, 512)
+    found, _ = encode_all(distill_draft.conversations(config)[0], target.tokenizer, 160)
     return sorted(found, key=len)[:8]
 
 
@@ -178,9 +179,9 @@ def test_b30_no_probabilities_of_all_tokens_and_rows(teacher: str) -> None:
     drafter's parameters alone. (Loss and acceptance against the dense formula: tests/test_losses.py.)"""
     length, vocab = 512, 32_000
     target = tiny_target(width=16, layers=4, vocab=vocab, tokens=256)
-    draft_ids_W = torch.arange(0, vocab, 32)
+    facts, draft_ids_W = replace(target.facts, tokens=vocab), torch.arange(0, vocab, 32)
     torch.manual_seed(0)
-    drafter: Any = METHODS["eagle3"](METHODS["eagle3"].Config(steps=2), target.facts, draft_ids_W)
+    drafter: Any = METHODS["eagle3"](METHODS["eagle3"].Config(steps=2), facts, draft_ids_W)
     drafter.init_from_target(target)
     ids_BT = torch.randint(3, 250, (1, length))
     data = Batch(
