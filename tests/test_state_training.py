@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.configs.parse import UsageError
 from draftsmith.data.batch import Batch, Likeliest, TargetOut
-from draftsmith.data.encode import encode_all
+from draftsmith.data.encode import Sample
 from draftsmith.data.packing import make_batch
 from draftsmith.models import METHODS
 from draftsmith.models.pretrained import tiny_target
@@ -53,10 +53,11 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def samples(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    config = config_of("eagle3", tmp_path_factory.mktemp("run"))
-    found, _ = encode_all(distill_draft.conversations(config)[0], target.tokenizer, 160)
-    return sorted(found, key=len)[:8]
+def samples() -> list[Sample]:
+    """Random ids; all but the first few are supervised."""
+    dice = torch.Generator().manual_seed(0)
+    lengths = (17, 23, 30, 21, 34, 26)
+    return [Sample(i, torch.randint(3, 250, (n,), generator=dice), torch.arange(n) > 4) for i, n in enumerate(lengths)]
 
 
 ONE = SimpleNamespace(is_main_process=False, process_index=0, num_processes=1)
@@ -72,12 +73,14 @@ def losses(drafter: Any, batch: Any, out: TargetOut) -> tuple[dict[str, Tensor],
 
 
 @pytest.mark.parametrize("method", CAPTURED)
-def test_every_method_trains_from_every_format(method: str, target: Target, samples: list[Any], tmp_path: Path) -> None:
+def test_every_method_trains_from_every_format(
+    method: str, target: Target, samples: list[Sample], tmp_path: Path
+) -> None:
     """One loss and its gradients from live states, and from captured ones of each format. A teacher that names all ids
     is one of all logits, to the rounding of fp16."""
     torch.manual_seed(0)
     drafter, _ = distill_draft.build_drafter(config_of(method, tmp_path), target, samples)
-    batch = make_batch([samples[:3], samples[3:6]], 512, 0, 0)
+    batch = make_batch([samples[:3], samples[3:]], None, 0, 0)
     want, by_want = losses(drafter, batch, live_states(target, drafter, batch))
     teachers = (
         {"last_hidden": (), "top_k": ("states.top_k=256",)} if "last_hidden" not in drafter.loss_needs else {"auto": ()}
@@ -105,11 +108,13 @@ def test_every_method_trains_from_every_format(method: str, target: Target, samp
 
 
 @pytest.mark.parametrize("method", ["eagle3", "peagle"])
-def test_few_likely_ids_are_near_all_of_them(method: str, target: Target, samples: list[Any], tmp_path: Path) -> None:
+def test_few_likely_ids_are_near_all_of_them(
+    method: str, target: Target, samples: list[Sample], tmp_path: Path
+) -> None:
     """With a reduced draft vocabulary: the gradient points where the whole teacher's does."""
     torch.manual_seed(0)
     drafter, _ = distill_draft.build_drafter(config_of(method, tmp_path, "draft_vocab=100"), target, samples)
-    batch = make_batch([samples[:3], samples[3:6]], 512, 0, 0)
+    batch = make_batch([samples[:3], samples[3:]], None, 0, 0)
     _, by_want = losses(drafter, batch, live_states(target, drafter, batch))
     alike = []
     for k in (4, 32, 256):
@@ -121,29 +126,30 @@ def test_few_likely_ids_are_near_all_of_them(method: str, target: Target, sample
     assert alike == sorted(alike) and alike[1] > 0.9 and alike[2] > 0.9995
 
 
-@pytest.mark.parametrize(
-    ("method", "settings"),
-    [
-        ("eagle3", ("states.stored=int4", "states.teacher=top_k", "states.top_k=8", "draft_vocab=100")),
-        ("medusa", ("states.last_stored=int8",)),
-    ],
-)
-def test_a_run_from_start_to_export(method: str, settings: tuple[str, ...], tmp_path: Path) -> None:
-    argv = ["--config", "configs/quick.yaml", f"method={method}", "data.limit=20", "budget.steps=2", *settings]
-    argv[1] = str(Path(__file__).parents[1] / argv[1])
-    argv += ["evaluate.probe_prompts=0", "evaluate.conversations=2", "log.progress=false", f"run={tmp_path / 'run'}"]
-    if method == "medusa":  # the recipe has settings of EAGLE-3
-        argv = [x for x in argv if x not in ("--config", argv[1])] + SHARED.split() + ["budget.steps=2"]
-    assert distill_draft.main(argv) == 0
+def test_a_run_from_start_to_export_and_on(tmp_path: Path) -> None:
+    """By the command: captured once in the small formats, read again by the next launch."""
+    argv = ["--config", str(Path(__file__).parents[1] / "configs/quick.yaml"), "data.limit=20", "draft_vocab=100"]
+    argv += ["states.stored=int4", "states.teacher=top_k", "states.top_k=8", f"run={tmp_path / 'run'}"]
+    argv += ["evaluate.probe_prompts=0", "evaluate.conversations=2", "log.progress=false"]
+    assert distill_draft.main([*argv, "budget.steps=2"]) == 0
     index = json.loads((tmp_path / "run/states/train/index.json").read_text())
     kept = {name: index["fields"][name] for name in ("stored", "last_hidden", "last_stored", "top_k")}
-    if method == "eagle3":
-        assert kept == {"stored": "int4", "last_hidden": False, "last_stored": "none", "top_k": 8}
-    else:
-        assert kept == {"stored": "none", "last_hidden": True, "last_stored": "int8", "top_k": 0}
-    shard = load_file(next((tmp_path / "run/states/train").glob("shard-*")))
-    assert shard["taps" if method == "eagle3" else "last_hidden"].dtype in (torch.uint8, torch.int8)
-    assert distill_draft.main([*argv, "budget.steps=3", "resume=auto"]) == 0
+    assert kept == {"stored": "int4", "last_hidden": False, "last_stored": "none", "top_k": 8}
+    shard = next((tmp_path / "run/states/train").glob("shard-*"))
+    assert load_file(shard)["taps"].dtype == torch.uint8
+    before = shard.stat().st_mtime_ns
+    assert distill_draft.main([*argv, "budget.steps=3"]) == 0
+    assert shard.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="states of another top_k: 8 there, 9 here"):
+        distill_draft.main(
+            [
+                *argv,
+                "budget.steps=3",
+                "states.top_k=9",
+                f"run={tmp_path / 'other'}",
+                f"states.folder={tmp_path / 'run/states'}",
+            ]
+        )
 
 
 @pytest.mark.parametrize(
