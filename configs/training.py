@@ -249,6 +249,9 @@ class TrainConfig:
     """Refuse operations that have no deterministic implementation (slower on GPUs; CPU runs are deterministic anyway)."""
     processes: int | None = None
     """Processes that must take part; a launch with another number is refused. null = whatever the launcher started."""
+    stall_minutes: float = 10.0
+    """Several processes: end the launch, naming the process, when one gives no sign of life or holds the others up for so
+    long; 0 = never."""
     run: str = "runs/train"
     """Run folder: checkpoints/, metrics.jsonl, run.yaml, export/."""
     resume: Literal["auto", "never"] = "auto"
@@ -266,6 +269,7 @@ FREE_ON_RESUME = (
     "run",
     "resume",
     "processes",
+    "stall_minutes",
     "states.folder",
     "states.batch_tokens",
     "states.verify",
@@ -320,6 +324,8 @@ def check_top_k(config: TrainConfig) -> None:
 def check_run(config: Any) -> None:
     """The same for the settings that every training has (`TrainConfig`, `configs.diffusion.DiffusionConfig`)."""
     budget = config.budget
+    if config.stall_minutes < 0:
+        raise ValueError(f"stall_minutes must be at least 0 (0 = never), got {config.stall_minutes}")
     if config.evaluate.conversations < 0:
         raise ValueError(f"evaluate.conversations must be at least 0, got {config.evaluate.conversations}")
     if not config.run:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from draftsmith.configs.parse import UsageError, guarded, keys_of, nearest, parse, read_recipe, split_tokens
+from draftsmith.configs.parse import UsageError, keys_of, nearest, parse, read_recipe, split_tokens
 from draftsmith.configs.training import TrainConfig, check
 from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
@@ -39,12 +39,13 @@ from draftsmith.models.target import Target, live_states
 from draftsmith.train import engine
 from draftsmith.train.loop import Summary, train
 from draftsmith.train.script import (
+    claim,
     conversations,
-    end,
     how_it_ended,
     last_heldout,
     make_stream,
     refuse_other_run,
+    run,
     run_facts,
     silent,
     target_of,
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{config.method}: {trained / 1e6:.1f} M trained parameters; draft vocabulary {draft_vocab_text(drafter, covered)}"
     )
 
+    claim(folder, accelerator)
     if accelerator.is_main_process:
         write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
@@ -265,4 +267,4 @@ def draft_vocab_text(drafter: Any, covered: float) -> str:
 
 
 if __name__ == "__main__":
-    end(guarded(main))
+    run(main)
