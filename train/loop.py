@@ -198,15 +198,16 @@ def train(
             """Held-out figures and probe; the same in every process. A signal makes all of it nothing: the next launch
             measures again."""
             rng, found = checkpoint.rng_state(), dict[str, dict[str, float]]()
-            for kind in kinds:
-                if kind == "heldout":
-                    found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
-                    continue
-                figures: dict[str, float] = {}
-                if probe is not None and accelerator.is_main_process:
-                    figures = probe(drafter, stop.asked)
-                    drafter.train()
-                found[kind] = engine.shared(accelerator, figures)
+            with engine.whole(drafter.parameters()):
+                for kind in kinds:
+                    if kind == "heldout":
+                        found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                        continue
+                    figures: dict[str, float] = {}
+                    if probe is not None and accelerator.is_main_process:
+                        figures = probe(drafter, stop.asked)
+                        drafter.train()
+                    found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
             if stopped:
                 checkpoint.set_rng_state(rng)
@@ -303,7 +304,8 @@ def train(
                 last = i == len(batches) - 1
                 with torch.no_grad():
                     if rewrite is not None:  # on-policy methods: own samples, before the target reads them
-                        batch = rewrite(batch, min(used, 1.0))
+                        with engine.whole(drafter.parameters()):
+                            batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
                 with accelerator.no_sync(model) if not last else nullcontext():
                     part, pairs = model(batch, target_out, min(used, 1.0), counts)
@@ -352,6 +354,7 @@ def train(
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
         signs.watched(False)
+    engine.put_together(drafter)
     return summary
 
 
