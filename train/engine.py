@@ -122,23 +122,22 @@ def fill_deepspeed(settings: dict[str, Any], config: RunConfig) -> None:
 
 
 class Whole(nn.Module):
-    """What ZeRO-3 wraps: parameters are cut at rest, and whole on every process in `inner`'s forward and its backward.
+    """What ZeRO-3 wraps: parameters are cut at rest, and whole on every process in `inner`'s forward and its backward, where
+    gradients are reduced as they come.
 
     They are gathered once for each, not module by module: losses read weights outside of their modules' forward, and which
-    modules take part may depend on a process's data, which must not decide about collectives. DeepSpeed calls this a leaf
-    module. It takes the gradients up when that of the module's inputs is there, so there is one: `tie`, a zero.
+    modules take part may depend on a process's data, which must not decide about exchanges. So DeepSpeed is shown one module
+    that owns all parameters, and `inner` is no child of it.
     """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        from deepspeed.utils import set_z3_leaf_module
-
-        self.inner = inner
-        set_z3_leaf_module(inner, True)
+        self.inner = [inner]
+        for i, parameter in enumerate(inner.parameters()):
+            self.register_parameter(f"parameter_{i}", parameter)
 
     def forward(self, *inputs: Any) -> Any:
-        device = next(self.inner.parameters()).device
-        return self.inner(*inputs, torch.zeros((), device=device, requires_grad=True))
+        return self.inner[0](*inputs)
 
 
 def wrap(

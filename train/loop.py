@@ -53,10 +53,10 @@ class LossModule(nn.Module):
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def forward(
-        self, batch: Batch, target_out: TargetOut, progress: float, counts: dict[str, float], tie: Tensor | None = None
+        self, batch: Batch, target_out: TargetOut, progress: float, counts: dict[str, float]
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """(this batch's part of the loss of the whole step, metrics as (sum, count)). A term whose count is zero in
-        the whole step is left out. `tie`: a zero that takes part, for engines that watch a module's inputs."""
+        the whole step is left out."""
         with self.autocast:
             terms = self.drafter.loss(batch, target_out, progress)  # type: ignore[operator]
         missing = terms.losses.keys() - counts.keys()
@@ -64,7 +64,7 @@ class LossModule(nn.Module):
             raise ValueError(f"loss terms {sorted(missing)} have no entry in `denominators`")
         parts = [value.float() / counts[name] for name, value in terms.losses.items() if counts[name] > 0]
         touch = sum(p.sum() * 0.0 for p in self.drafter.parameters() if p.requires_grad)
-        loss = sum(parts, start=touch if tie is None else touch + tie)
+        loss = sum(parts, start=touch)
         assert isinstance(loss, Tensor)
         return loss, terms.metrics
 
@@ -430,7 +430,7 @@ def evaluate(
                 break
             batch = batches[i].to(accelerator.device)
             counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]
-            _, metrics = module.forward(batch, states_of(batch), 1.0, counts)  # without the engine's hooks
+            _, metrics = module(batch, states_of(batch), 1.0, counts)
             mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
     module.drafter.train()
     (stopped,) = engine.total(accelerator, [float(stop.signal)])
