@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.modeling_utils
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -217,7 +218,22 @@ def test_fsdp_is_refused_where_it_would_be_ignored(monkeypatch: pytest.MonkeyPat
 
 def test_the_shipped_file_is_read_as_fsdp2() -> None:
     shipped = yaml.safe_load((ROOT / "configs/accelerate/fsdp2.yaml").read_text())
-    assert shipped["distributed_type"] == "FSDP" and shipped["fsdp_config"] == {"fsdp_version": 2}
+    assert shipped["distributed_type"] == "FSDP" and shipped["fsdp_config"]["fsdp_version"] == 2
+    assert shipped["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
+
+
+def test_under_fsdp_transformers_is_told_to_load_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """B27: by default accelerate's launcher asks for weights in one process of a machine alone, which frozen targets would
+    be left without in the others."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert transformers.modeling_utils.is_fsdp_enabled()  # what it asks before it loads
+        fsdp.load_models_whole()
+        assert not transformers.modeling_utils.is_fsdp_enabled()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # Loaded by the piece: one process

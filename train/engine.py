@@ -64,8 +64,10 @@ def start(config: RunConfig) -> Accelerator:
             )
     if deepspeed and not is_deepspeed(accelerator):
         raise ValueError("the launcher asked for DeepSpeed, accelerate did not start it")
-    if fsdp.asked() and not is_fsdp(accelerator):
-        raise ValueError("the launcher asked for FSDP, accelerate did not start it")
+    if fsdp.asked():
+        if not is_fsdp(accelerator):
+            raise ValueError("the launcher asked for FSDP, accelerate did not start it")
+        fsdp.load_models_whole()
     if config.engine not in ("auto", started := engine_of(accelerator)):
         raise ValueError(
             f"engine={config.engine}, the launcher started {started}: use accelerate launch --config_file "

@@ -59,6 +59,12 @@ def refuse_unless_possible(config: RunConfig) -> None:
         raise ValueError("optim.name=muon runs under DDP only: its update needs whole matrices, FSDP2 cuts them")
 
 
+def load_models_whole() -> None:
+    """accelerate's launcher asks transformers to load weights in one process of a machine alone: FSDP would hand them on, of
+    what it wraps, and frozen targets are not wrapped."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+
+
 def wrap(model: nn.Module, optimisers: Iterable[torch.optim.Optimizer], device: torch.device) -> nn.Module:
     """Cut `model`, in place, over all processes; the optimisers go on with its parts."""
     names = {id(p): name for name, p in model.named_parameters()}
