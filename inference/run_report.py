@@ -28,7 +28,7 @@ PARTS = ("data", "target", "drafter", "update", "other")
 POINTS = 800  # of a line; more are averaged
 SHOWN = 60  # skips and notes of a run
 OTHERS = 12  # further plots
-DRAWN = re.compile(r"accuracy_\d+|run_length(_low|_high)?|tau|k|verifies")
+DRAWN = re.compile(r"(accuracy|accept)_\d+|run_length(_low|_high|_sq)?|tau|k|verifies")
 
 
 @dataclass(frozen=True)
@@ -249,32 +249,32 @@ def plot_tau(runs: Sequence[Run]) -> Markup | None:
     return svg(figure, "tau")
 
 
-def plot_depths(runs: Sequence[Run]) -> Markup | None:
-    """Held-out accuracy by depth: at the last measurement per run; of a single run, at the first and the middle one, too."""
+def depths(runs: Sequence[Run], figure: str, name: str) -> Markup | None:
+    """A held-out figure by depth: at the last measurement per run; of a single run, at the first and the middle one, too."""
     shown: list[tuple[str, str, float, dict[int, float]]] = []
     for i, run in enumerate(runs):
-        measured = [(line["step"], found) for line in run.lines["heldout"] if (found := _by_depth(line))]
-        chosen = sorted({0, len(measured) // 2, len(measured) - 1}) if len(runs) == 1 else [len(measured) - 1]
-        for place in chosen if measured else []:
+        measured = [(line["step"], found) for line in run.lines["heldout"] if (found := _by_depth(line, figure))]
+        chosen = {0, len(measured) // 2, len(measured) - 1} if len(runs) == 1 else {len(measured) - 1}
+        for place in sorted(chosen) if measured else []:
             step, found = measured[place]
             faint = 1.0 if place == len(measured) - 1 else 0.3 + 0.3 * (place > 0)
             shown.append((f"{run.name}, step {step}", COLOURS[i % len(COLOURS)], faint, found))
     if not shown:
         return None
-    figure, axes = new_axes("depth", "held-out accuracy", height=2.9)
+    drawn, axes = new_plot(name)
+    axes.set_xlabel("depth")
     for label, colour, faint, found in shown:
         axes.plot(list(found), list(found.values()), marker="o", color=colour, alpha=faint, label=safe_label(label))
     axes.set_ylim(0, 1)
-    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, fontsize=8)
-    return svg(figure, "depths")
+    return svg(drawn, figure)
 
 
-def _by_depth(line: dict[str, Any]) -> dict[int, float]:
+def _by_depth(line: dict[str, Any], figure: str) -> dict[int, float]:
     found = {
-        int(name.removeprefix("accuracy_")): number
+        int(name.rsplit("_", 1)[1]): number
         for name, value in line.items()
-        if re.fullmatch(r"accuracy_\d+", name) and (number := finite(value)) is not None
+        if re.fullmatch(rf"{figure}_\d+", name) and (number := finite(value)) is not None
     }
     return dict(sorted(found.items()))
 
@@ -328,7 +328,8 @@ def _finish(axes: Any, runs: Sequence[Run]) -> None:
 PLOTS: dict[str, Callable[[Sequence[Run]], Markup | None]] = {
     "Loss": plot_loss,
     "Held-out tau": plot_tau,
-    "Accuracy by depth": plot_depths,
+    "Accuracy by depth": lambda runs: depths(runs, "accuracy", "agrees with the target"),
+    "Acceptance by depth, as sampling would": lambda runs: depths(runs, "accept", "expected acceptance"),
     "Learning rate": lambda runs: lines(runs, "train", "lr", "learning rate"),
     "Gradient norm, before clipping": lambda runs: lines(runs, "train", "grad_norm", "norm", smooth=True),
     "Tokens per second and device": lambda runs: lines(runs, "train", "speed/tokens_per_second_per_device", "tokens/s"),
