@@ -181,7 +181,7 @@ def train(
     summary = Summary(state)
     last_save, rate = time.monotonic(), 0.0
     logged: dict[str, tuple[float, float]] = {}
-    with RunLog(folder, config, accelerator, state.step) as log, Stop() as stop:
+    with RunLog(folder, config, accelerator, state.step, state.skipped) as log, Stop() as stop:
         for name in damaged:
             log.write("note", state.step, {"damaged": name}, f"checkpoint {name} is incomplete or damaged, passed over")
         if start is not None:
