@@ -184,6 +184,8 @@ def train(
     with RunLog(folder, config, accelerator, state.step, state.skipped) as log, Stop() as stop:
         for name in damaged:
             log.write("note", state.step, {"damaged": name}, f"checkpoint {name} is incomplete or damaged, passed over")
+        if accelerator.is_main_process:
+            checkpoint.set_aside(folder / "checkpoints", damaged)
         if start is not None:
             log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
 
