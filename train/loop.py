@@ -185,9 +185,11 @@ def train(
     last_save, rate = time.monotonic(), 0.0
     logged: dict[str, tuple[float, float]] = {}
     clock = StepClock(accelerator, flops_per_token)
-    with RunLog(folder, config, accelerator, state.step) as log, Stop() as stop:
+    with RunLog(folder, config, accelerator, state.step, state.skipped) as log, Stop() as stop:
         for name in damaged:
             log.write("note", state.step, {"damaged": name}, f"checkpoint {name} is incomplete or damaged, passed over")
+        if accelerator.is_main_process:
+            checkpoint.set_aside(folder / "checkpoints", damaged)
         if start is not None:
             log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
 
