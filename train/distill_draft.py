@@ -56,6 +56,7 @@ from draftsmith.train.script import (
     where_it_is,
     write_run_file,
 )
+from draftsmith.train.utilisation import flops_per_token
 
 SCRIPT = "distill_draft.py"
 
@@ -141,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heldout_states_of=heldout_states_of,
         probe=speculative_probe(target, prompts, config) if prompts and not absent else None,
         together=partial(together, target),
+        flops_per_token=flops_per_token(config, target, stream, accelerator, say),
     )
     code = how_it_ended(config, summary, say)
     if code is not None:
