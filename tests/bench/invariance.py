@@ -232,7 +232,7 @@ def main() -> int:
         return 0
     out = (args.out or Path(tempfile.mkdtemp())).absolute()
     os.chdir(ROOT)
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja is looked up there
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as meeting:  # one process: this one
