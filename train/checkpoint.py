@@ -140,6 +140,14 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
+def set_aside(folder: Path, damaged: list[str]) -> None:
+    """Rename what `newest` passed over, so that it is not counted among those that are kept."""
+    for name in damaged:
+        aside = folder / f"damaged-{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (folder / name).rename(aside)
+
+
 def read_state(path: Path) -> tuple[State, dict[str, Any]]:
     """The state and the settings of a checkpoint. Raises ValueError for another format."""
     content = json.loads((path / "state.json").read_text())

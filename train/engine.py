@@ -212,6 +212,16 @@ def total(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
     return summed.tolist()
 
 
+def largest(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
+    """The largest of each value over all processes."""
+    if accelerator.num_processes == 1:
+        return [float(v) for v in values]
+    signs.entering()
+    most = torch.tensor(list(values), dtype=torch.float64, device=accelerator.device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return most.tolist()
+
+
 def total_pairs(accelerator: Accelerator, pairs: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
     """Sum (sum, count) pairs over all processes; a name that some process lacks counts as (0, 0) there."""
     if accelerator.num_processes == 1:
