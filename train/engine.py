@@ -1,4 +1,4 @@
-"""Processes: one, several by DDP, or several by DeepSpeed ZeRO, through accelerate.
+"""Processes: one, several by DDP, or several by DeepSpeed ZeRO-1 to 3, through accelerate.
 
 What this file adds to accelerate is refusal: several launchers start one process, or several that do not know of each
 other, without an error. Gradients are summed over processes and micro-batches here, whatever the engine averages.
