@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Built:
     taps: tuple[int, ...]
     needs: frozenset[str]
     stored: bool
-    states: StatesConfig = StatesConfig()
+    states: StatesConfig = field(default_factory=StatesConfig)
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -120,11 +120,12 @@ def trace(
             outline.measure()
             with outline.counted_as("workspace"), torch.no_grad():
                 out = states_of(built, batch)
-            for x in (out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv)):
-                if x is not None:
-                    outline.move(x, "states")
-            for x in () if out.likeliest is None else vars(out.likeliest).values():
-                outline.move(x, "states")
+            given = (out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv))
+            for state in given:
+                if state is not None:
+                    outline.move(state, "states")
+            for state in () if out.likeliest is None else vars(out.likeliest).values():
+                outline.move(state, "states")
             target_flops = outline.flops
             counts = built.module.denominators(batch, 0.0)
             with outline.counted_as("activations"), nullcontext() if backward else torch.no_grad():
