@@ -45,15 +45,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..data.batch import document_starts
 from ..losses.distill import Logits, Oov, Weigh, fused_score, make_teacher, weighed_loss
 from ..losses.objective import Objective
+from .attention import flex
 from .drafter import Batch, TargetOut, Terms
 from .layers import keyed_uniform
 
@@ -170,13 +171,6 @@ def at(x_BT: Tensor, index_BQ: Tensor) -> Tensor:
 
 
 # Where drafts may start
-
-
-def document_starts(batch: Batch) -> Tensor:
-    """int64 [B, T] the index of the first token of each token's document."""
-    t = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device).expand_as(batch.ids_BT)
-    first_BT = F.pad(batch.samples_BT[:, 1:] != batch.samples_BT[:, :-1], (1, 0), value=True)
-    return torch.where(first_BT, t, 0).cummax(1).values
 
 
 def _ends(batch: Batch) -> Tensor:
@@ -780,16 +774,6 @@ def _spans(first: int, last: int) -> list[tuple[int, int]]:
     return [(lo, min(lo + PART, last)) for lo in range(first, last, PART)]
 
 
-@lru_cache(maxsize=1)
-def _flex_attention(compiled: bool) -> Callable[..., Any]:
-    """Flex attention, compiled where that pays; imported only by those who use it."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if compiled:
-        return torch.compile(flex_attention, dynamic=True)
-    return flex_attention
-
-
 def attend_slots(
     q_BHQd: Tensor,
     context: tuple[Tensor, Tensor],
@@ -803,11 +787,7 @@ def attend_slots(
     before: list[list[Tensor]] = [[], []] if prefix is None else [[x] for x in prefix]
     if mask.block is not None:
         k_BGSd, v_BGSd = (torch.cat([*before[i], context[i], own[i]], dim=2) for i in range(2))
-        # Triton's kernel takes heads of 16 and more, of at most 32 bits: zeros change no product.
-        d = q_BHQd.shape[-1]
-        q_BHQd, k_BGSd, v_BGSd = (F.pad(x, (0, max(0, 16 - d))) for x in (q_BHQd, k_BGSd, v_BGSd))
-        run = _flex_attention(q_BHQd.device.type == "cuda" and q_BHQd.dtype != torch.float64)
-        return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared, scale=d**-0.5)[..., :d]
+        return flex(q_BHQd, k_BGSd, v_BGSd, mask.block)  # type: ignore[no-any-return]
     if not mask.parts:  # no slot in the whole batch: every input takes part all the same, with gradient zero
         return q_BHQd + 0 * sum(x.sum() for x in (*context, *own))
     outs = []
