@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def tiles(first_R: Tensor, stop_R: Tensor, whole: bool) -> list[Tile]:
             found.append(Tile(slice(open_at, end), keys, slice(stop[open_at], stop[end - 1]), False))
         open_at = None
 
-    for lo, hi in zip(cuts, cuts[1:], strict=False):
+    for lo, hi in pairwise(cuts):
         if hi - lo >= RUN:
             close(lo)
             for at in range(lo, hi, hi - lo if whole else TILE):
@@ -124,7 +125,8 @@ def _flex_attention(compiled: bool) -> Callable[..., Any]:
     """Compiled where that pays; imported only by those who use it."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    run: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    return run
 
 
 def flex(q_BHQd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, block: Any, lse: bool = False) -> Any:
@@ -276,7 +278,7 @@ def fused(x: Tensor, see_QS: Tensor | bool) -> bool:
 def part_forward(q_XQd: Tensor, k_XSd: Tensor, v_XSd: Tensor, see_QS: Tensor | bool) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one part; queries that see none of it: 0 and -inf. X: any two leading dimensions."""
     if fused(q_XQd, see_QS):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_XQd, k_XSd, v_XSd, 0.0, see_QS)  # type: ignore[no-any-return]
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_XQd, k_XSd, v_XSd, 0.0, see_QS)
     scores_XQS = scores_of(q_XQd, k_XSd, see_QS)
     lse_XQ = scores_XQS.logsumexp(-1)
     weights_XQS = (scores_XQS - finite(lse_XQ)[..., None]).exp()
@@ -294,7 +296,7 @@ def part_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by q, k and v of one part, from the output and log-sum-exp over all of them."""
     if fused(q_XQd, see_QS):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_XQd, q_XQd, k_XSd, v_XSd, out_XQd, lse_XQ, 0.0, see_QS
         )
     scale, wide = q_XQd.shape[-1] ** -0.5, lse_XQ.dtype

@@ -64,6 +64,8 @@ class EagleConfig:
     """MLP width; null = the target's."""
     bias: bool = False
     """A bias on `fc`, as the paper's checkpoints have; engines drop it, so train without."""
+    checkpointing: bool = False
+    """Keep of every step only its output and keys and compute the rest anew in backward: less memory, about a fifth slower."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self.objective, self.oov, self.depth_weight, self.steps, "eagle", features=True)
@@ -155,7 +157,9 @@ class Eagle(nn.Module):
         feature_BTD = target_out.last_hidden_BTD.to(self.fc.weight.dtype)
         if self.training and config.noise:
             feature_BTD = feature_BTD + self.draw_noise(batch).to(feature_BTD.dtype)
-        outputs = autoregression.unroll(self, target_out.embed, feature_BTD, batch, rows, config.steps, detach=True)
+        outputs = autoregression.unroll(
+            self, target_out.embed, feature_BTD, batch, rows, config.steps, True, config.checkpointing
+        )
         for depth, feature_RD in enumerate(outputs, 1):
             scorer.add(depth, target_out.logits(feature_RD, self.d2t_W), feature_RD)
         return scorer.terms()

@@ -6,6 +6,7 @@ Test: pytest tests/test_methods.py tests/test_parity.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..data.batch import document_starts
 from ..kernels.rng import NOISE, fold, philox
 from ..losses.distill import OOV
 from ..losses.objective import parse_objective
@@ -298,9 +300,9 @@ def keyed_uniform(batch: Batch, width: int, stream: int = 0) -> Tensor:
 
 def feature_noise(batch: Batch, width: int, scale: float) -> Tensor:
     """[B, T, width] keyed noise, uniform in +-scale / 2 * 512 / length of the document (EAGLE's training code)."""
-    same_BTT = batch.samples_BT[:, :, None] == batch.samples_BT[:, None, :]
-    length_BT1 = same_BTT.sum(-1, keepdim=True)
-    return (keyed_uniform(batch, width) - 0.5) * scale * (512 / length_BT1)
+    end_BT = batch.ids_BT.shape[1] - document_starts(replace(batch, samples_BT=batch.samples_BT.flip(1))).flip(1)
+    length_BT = end_BT - document_starts(batch)
+    return (keyed_uniform(batch, width) - 0.5) * scale * (512 / length_BT)[..., None]
 
 
 TargetHead = Callable[[Tensor, Tensor | None], Tensor]

@@ -787,7 +787,7 @@ def attend_slots(
     before: list[list[Tensor]] = [[], []] if prefix is None else [[x] for x in prefix]
     if mask.block is not None:
         k_BGSd, v_BGSd = (torch.cat([*before[i], context[i], own[i]], dim=2) for i in range(2))
-        return flex(q_BHQd, k_BGSd, v_BGSd, mask.block)  # type: ignore[no-any-return]
+        return flex(q_BHQd, k_BGSd, v_BGSd, mask.block)
     if not mask.parts:  # no slot in the whole batch: every input takes part all the same, with gradient zero
         return q_BHQd + 0 * sum(x.sum() for x in (*context, *own))
     outs = []

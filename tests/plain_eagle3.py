@@ -35,9 +35,9 @@ def plain_losses(
         return F.rms_norm(x_LD, weight_D.shape, weight_D, eps)
 
     def turn(x_HLd: Tensor, positions_L: Tensor) -> Tensor:
-        angles_Ld = (positions_L[:, None] * drafter.rotary.inverse).repeat(1, 2).to(x_HLd.dtype)
+        angles_Ld = (positions_L[:, None] * drafter.rotary.inverse).repeat(1, 2)  # fp32, as the drafter has them
         left, right = x_HLd.chunk(2, -1)
-        return x_HLd * angles_Ld.cos() + torch.cat([-right, left], -1) * angles_Ld.sin()
+        return x_HLd * angles_Ld.cos().to(x_HLd) + torch.cat([-right, left], -1) * angles_Ld.sin().to(x_HLd)
 
     feature_LD = taps_LPD.flatten(1) @ drafter.fc.weight.T
     keys: Pairs = []
