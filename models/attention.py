@@ -125,8 +125,9 @@ def _flex_attention(compiled: bool) -> Callable[..., Any]:
     """Compiled where that pays; imported only by those who use it."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    run: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
-    return run
+    if compiled:
+        return torch.compile(flex_attention, dynamic=True)
+    return flex_attention
 
 
 def flex(q_BHQd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, block: Any, lse: bool = False) -> Any:

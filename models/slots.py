@@ -45,11 +45,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..data.batch import document_starts
 from ..losses.distill import Logits, Oov, Weigh, fused_score, make_teacher, weighed_loss
@@ -642,6 +644,7 @@ class Entries(NamedTuple):
 
 PREFIX_KEY, CONTEXT_KEY, SLOT_KEY = 0, 1, 2
 PART = 128  # queries per part of a dense mask
+KEPT = 16  # of more parts, backward makes keys and mask anew: kept, they grow as the square of the length
 
 
 def see(rule: MaskRule, query: Entries, key: Entries) -> Tensor:
@@ -790,11 +793,15 @@ def attend_slots(
         return flex(q_BHQd, k_BGSd, v_BGSd, mask.block)
     if not mask.parts:  # no slot in the whole batch: every input takes part all the same, with gradient zero
         return q_BHQd + 0 * sum(x.sum() for x in (*context, *own))
-    outs = []
-    for part in mask.parts:
+
+    def attend_part(part: Part) -> Tensor:
         k_BGSd, v_BGSd = (
             torch.cat([*before[i], context[i][:, :, part.context], own[i][:, :, part.own]], dim=2) for i in range(2)
         )
         q_BHqd, see_B1qS = q_BHQd[:, :, part.queries], part.see_BQS[:, None]
-        outs.append(F.scaled_dot_product_attention(q_BHqd, k_BGSd, v_BGSd, see_B1qS, enable_gqa=shared))
-    return torch.cat(outs, dim=2)
+        return F.scaled_dot_product_attention(q_BHqd, k_BGSd, v_BGSd, see_B1qS, enable_gqa=shared)
+
+    if len(mask.parts) <= KEPT or not torch.is_grad_enabled():
+        return torch.cat([attend_part(part) for part in mask.parts], dim=2)
+    anew = partial(checkpoint, attend_part, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([anew(part) for part in mask.parts], dim=2)
