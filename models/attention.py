@@ -143,9 +143,7 @@ def flex(q_BHQd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, block: Any, lse: bool =
 
 def attend_ranges(q_RHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, ranges: Ranges, own: Own = ()) -> Tensor:
     """[R, H, d]: attention of H heads over G key/value heads. `own`: further keys and values [R, G, d] of each query."""
-    if not len(q_RHd):
-        return q_RHd
-    if ranges.block is None:
+    if ranges.block is None:  # also of no queries: every input takes part all the same, with gradient zero
         return _Tiled.apply(q_RHd, k_NGd, v_NGd, ranges, *(x for pair in own for x in pair))
     q_1HRd, k_1GNd, v_1GNd = (x.transpose(0, 1)[None] for x in (q_RHd, k_NGd, v_NGd))
     out_1HRd, lse_1HR = flex(q_1HRd, k_1GNd, v_1GNd, ranges.block, lse=True)

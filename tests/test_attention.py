@@ -129,6 +129,20 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
         assert float((a.detach().double() - b.detach()).abs().max() / b.detach().abs().max()) < tolerance
 
 
+def test_on_the_device_at_hand() -> None:
+    """Values and gradients where training would run: flex attention, compiled, on CUDA. fp32, products in TF32 at worst."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    first_R, stop_R, see_RN = bounds(CASES["packed"])
+    given = inputs(len(first_R), 6, 2, 2, torch.float32)
+    there = [x.detach().to(device).requires_grad_() for x in given]
+    pairs, others = (list(zip(xs[3::2], xs[4::2], strict=True)) for xs in (given, there))
+    want = reference(*given[:3], see_RN, pairs)
+    got = attend_ranges(*there[:3], Ranges(first_R.to(device), stop_R.to(device), N), others)
+    found, slopes = (torch.autograd.grad(x.square().sum(), xs) for x, xs in ((got, there), (want, given)))
+    for a, b in zip((got, *found), (want, *slopes), strict=True):
+        assert float((a.detach().cpu() - b.detach()).abs().max() / b.detach().abs().max()) < 5e-3
+
+
 def test_the_block_mask_is_that_of_the_ranges() -> None:
     """Blocks that it passes over hold no pair, blocks that it takes whole hold nothing else."""
     for case in CASES.values():

@@ -25,7 +25,11 @@ def test_equal_to_the_plain_formula(attention: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("eagle3", {}), ("eagle3", {"norm_output": True, "deep_share": 0.5}), ("eagle", {"noise": 0.2, "steps": 3})],
+    [
+        ("eagle3", {}),
+        ("eagle3", {"norm_output": True, "deep_share": 0.5}),
+        ("eagle", {"noise": 0.2, "steps": 3, "deep_share": 0.7}),
+    ],
 )
 def test_checkpoints_change_memory_alone(method: str, options: dict[str, Any]) -> None:
     found = []
