@@ -253,6 +253,17 @@ def test_deepspeed_that_is_switched_off_is_refused(monkeypatch: pytest.MonkeyPat
         engine.start(config_of())
 
 
+def test_rows_that_are_to_be_split_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher's context or sequence parallelism, or by a DeepSpeed file; 1 splits nothing."""
+    engine.fill_deepspeed({"sequence_parallel_size": 1}, config_of())
+    with pytest.raises(ValueError, match=r"sequence_parallel_size of the DeepSpeed file=2 splits rows.*checkpointing"):
+        engine.fill_deepspeed({"sequence_parallel_size": 2}, config_of())
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "1")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
+    with pytest.raises(ValueError, match=r"parallelism_config\.sp_size=4 splits rows"):
+        engine.start(config_of())
+
+
 @pytest.mark.parametrize("said", [4, "auto", None])
 def test_a_deepspeed_file_that_agrees_is_filled(said: Any) -> None:
     """B58: accumulation 4 in the recipe, with a file saying 4, "auto" or nothing."""
