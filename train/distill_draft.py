@@ -51,6 +51,7 @@ from draftsmith.train.script import (
     target_of,
     write_run_file,
 )
+from draftsmith.train.utilisation import flops_per_token
 
 SCRIPT = "distill_draft.py"
 
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = target_of(config, accelerator)
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
-    heldout_samples, _ = encode_all(heldout_talks, target.tokenizer, config.data.max_length)
+    heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
     say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
 
     drafter, covered = build_drafter(config, target, samples)
@@ -132,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heldout=heldout,
         heldout_states_of=heldout_states_of,
         probe=speculative_probe(target, prompts, config) if prompts else None,
+        flops_per_token=flops_per_token(config, target, stream, accelerator, say),
     )
     code = how_it_ended(config, summary, say)
     if code is not None:
@@ -189,19 +191,23 @@ def states(
     accelerator: Accelerator,
 ) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
     """The usable samples, and a function that gives the target's states of a batch of them."""
-    needs_last = bool({"last_hidden", "teacher"} & drafter.loss_needs)
     if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
         return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed)
     if config.states.source == "captured" and samples:
         place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
+        last_hidden, top_k = config.states.keeps(drafter.loss_needs, getattr(drafter.config, "objective", ""))
         store = capture(
             target,
             samples,
             place / split,
             taps=drafter.taps,
-            need_last_hidden=needs_last,
+            need_last_hidden=last_hidden,
             batch_tokens=config.states.batch_tokens,
             progress=accelerator.is_main_process,
+            stored=config.states.stored,
+            last_stored=config.states.last_stored,
+            top_k=top_k,
+            verify=config.states.verify,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
         )
