@@ -1,11 +1,19 @@
-"""Golden loss curves, one of each family here; all of them: python tests/golden.py. Run: pytest tests/test_golden.py"""
+"""Golden loss curves, one of each family (all of them: python tests/golden.py), and a head that never changes.
+
+Run: pytest tests/test_golden.py
+"""
 
 from __future__ import annotations
 
+import json
 import math
 
+import fixed_head
 import golden
 import pytest
+import torch
+
+from draftsmith.models.pretrained import tiny_target
 
 
 @pytest.mark.parametrize(
@@ -25,3 +33,10 @@ def test_a_small_change_is_seen() -> None:
     """A learning rate that is off by one per cent moves a curve by more than what is allowed to rounding."""
     assert golden.deviation(golden.curve("medusa", lr=1.01e-3), golden.read()["medusa"]) > 2 * golden.RTOL
     assert golden.deviation([math.nan, 1.0], [1.0, 1.0]) == math.inf
+
+
+def test_a_head_that_never_changes_reaches_what_it_did() -> None:
+    """Committed tokens per verification, to three decimals; and the tokens behind them are the target's own."""
+    target = tiny_target(dtype=torch.float32)
+    stored = json.loads((fixed_head.FOLDER / "reached.json").read_text())
+    assert stored["tau"] > 1.5 and fixed_head.reached(target, fixed_head.FOLDER) == stored
