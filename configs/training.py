@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..data.places import CACHE_GB
 from ..data.sources import DataConfig
 from .parse import flatten
 
@@ -42,9 +43,18 @@ class StatesConfig:
     """`captured`: one forward over the data, kept as shards, so that every epoch and method reads them; `live`: the
     target runs beside the drafter in every step."""
     folder: str | None = None
-    """Shared folder of captured states; null = `states/` of the run. Shards of another target or data are refused."""
+    """Shared folder of captured states, or the address of a store (s3://bucket/path, gs://..., hf://datasets/...);
+    null = `states/` of the run. Shards of another target or data are refused."""
+    cache: str | None = None
+    """Local folder for what is fetched from a store; null = `states/` of $DRAFTSMITH_CACHE or ~/.cache/draftsmith."""
+    cache_gb: float = CACHE_GB
+    """Gigabytes that it may take. What was not read for the longest is deleted first."""
     batch_tokens: int = 2048
     """Tokens per target forward while capturing."""
+
+    def __post_init__(self) -> None:
+        if self.cache_gb <= 0:
+            raise ValueError(f"states.cache_gb must be positive, got {self.cache_gb}")
 
 
 @dataclass(frozen=True)
@@ -241,6 +251,8 @@ FREE_ON_RESUME = (
     "resume",
     "processes",
     "states.folder",
+    "states.cache",
+    "states.cache_gb",
     "states.batch_tokens",
 )
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..data.encode import Sample, encode_all
 from ..data.packing import collate
+from ..data.places import Folder, Place, place_of
 from ..data.sources import DataConfig, load_conversations
 from ..data.states import (
     DTYPES,
@@ -41,8 +42,9 @@ from ..data.states import (
     check_disk,
     data_fingerprint,
     estimate,
+    finished,
     plan,
-    read_record,
+    read_records,
     shard_file,
     text_fingerprint,
     write_index,
@@ -61,7 +63,8 @@ class CaptureConfig:
     """Run the frozen target over the data once and keep its states."""
 
     out: str
-    """Folder of the shards. A folder that holds states of something else is refused."""
+    """Folder of the shards, or the address of a store (s3://bucket/path, gs://..., hf://datasets/...) from which other
+    hosts read them. One that holds states of something else is refused."""
     target: str = "smollm2"
     """Hub id, local folder, GGUF file, `smollm2` or `tiny`."""
     revision: str | None = None
@@ -128,7 +131,7 @@ def state_fields(
 def capture(
     target: Target,
     samples: Sequence[Sample],
-    folder: Path | str,
+    folder: Path | str | Place,
     taps: Sequence[int],
     need_last_hidden: bool = True,
     batch_tokens: int = 2048,
@@ -149,25 +152,26 @@ def capture(
         ValueError: the folder holds states of something else, too little disk space (before the first forward pass),
             or too many samples whose states are not finite.
     """
-    folder = Path(folder)
+    place = place_of(folder)
     fields = state_fields(target, samples, taps, need_last_hidden, stored)
-    if (folder / "index.json").exists():
-        return StateStore(folder, fields, taps=taps, last_hidden=need_last_hidden, samples=samples)
+    if "index.json" in place.sizes():
+        return StateStore(place, fields, taps=taps, last_hidden=need_last_hidden, samples=samples)
     shards = plan(samples)
-    todo = [k for k in range(len(shards)) if read_record(folder, k, fields) is None]
-    check_disk(folder, sum(estimate([s for k in todo for s in shards[k]], fields)))
+    todo = [k for k, record in enumerate(read_records(place, len(shards), fields)) if record is None]
+    if isinstance(place, Folder):
+        check_disk(place.path, sum(estimate([s for k in todo for s in shards[k]], fields)))
     mine = {k: shards[k] for k in range(rank, len(shards), world) if k in todo}
     with progress_bar("capturing states", sum(len(s) for k in mine for s in mine[k]), progress and bool(mine)) as bar:
-        _fill_all(target, mine, folder, fields, batch_tokens, threads or _threads(target, world), bar)
-    while not all((folder / shard_file(k)).exists() for k in range(len(shards))):
-        time.sleep(0.2)
-    records = [read_record(folder, k, fields) for k in range(len(shards))]
+        _fill_all(target, mine, place, fields, batch_tokens, threads or _threads(target, world), bar)
+    while len(finished(place, len(shards))) < len(shards):
+        time.sleep(place.poll)
+    records = read_records(place, len(shards), fields)
     broken = [shard_file(k) for k, record in enumerate(records) if record is None]
     if broken:
-        raise ValueError(f"{folder.name}: {broken[0]} cannot be read; capture again, it will be written anew")
+        raise ValueError(f"{place.name}: {broken[0]} cannot be read; capture again, it will be written anew")
     _check_skipped([r for r in records if r is not None], len(samples), max_skipped)
-    write_index(folder, fields, [r for r in records if r is not None])
-    return StateStore(folder, fields, taps=taps, last_hidden=need_last_hidden)
+    write_index(place, fields, [r for r in records if r is not None])
+    return StateStore(place, fields, taps=taps, last_hidden=need_last_hidden)
 
 
 def run_capture(cfg: CaptureConfig) -> None:
@@ -221,7 +225,7 @@ def _threads(target: Target, world: int) -> int:
 def _fill_all(
     target: Target,
     shards: dict[int, list[Sample]],
-    folder: Path,
+    place: Place,
     fields: StateFields,
     batch_tokens: int,
     threads: int,
@@ -244,7 +248,7 @@ def _fill_all(
                 raise InterruptedError("capture was stopped")
             tick(tokens)
 
-        _fill(local.target, shards[number], folder, number, fields, batch_tokens, checked)
+        _fill(local.target, shards[number], place, number, fields, batch_tokens, checked)
 
     try:
         with ThreadPoolExecutor(threads) as pool:
@@ -285,7 +289,7 @@ def _batches(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[Samp
 def _fill(
     target: Target,
     samples: Sequence[Sample],
-    folder: Path,
+    place: Place,
     number: int,
     fields: StateFields,
     batch_tokens: int,
@@ -304,7 +308,7 @@ def _fill(
     kept = [s for s in samples if s.sample_id in done]
     names = next(iter(done.values()), {})
     tensors = {name: torch.cat([done[s.sample_id][name] for s in kept]) for name in names}
-    write_shard(folder, number, fields, tensors, [(s.sample_id, len(s)) for s in kept], list(skipped.items()))
+    write_shard(place, number, fields, tensors, [(s.sample_id, len(s)) for s in kept], list(skipped.items()))
 
 
 def _states(target: Target, group: Sequence[Sample], fields: StateFields) -> list[dict[str, Tensor]]:

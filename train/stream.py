@@ -8,7 +8,7 @@ see the same number of windows and micro-batches. Tests: `pytest tests/test_trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -16,6 +16,8 @@ import torch
 from ..data.batch import Batch
 from ..data.encode import Sample
 from ..data.packing import make_batch, pack, rows_of_rank
+
+AHEAD = 8  # windows whose states are fetched while earlier ones are trained on
 
 
 class Stream:
@@ -41,6 +43,7 @@ class Stream:
         self.lengths = [len(s.ids) for s in samples]
         self.row_length, self.rows, self.accumulate = row_length, rows, accumulate
         self.seed, self.rank, self.world = seed, rank, world
+        self.announce: Callable[[list[int]], None] | None = None  # told which samples this process reads next
         self.rows_of_epoch = lru_cache(2)(self._rows_of_epoch)
 
     def _rows_of_epoch(self, epoch: int) -> list[list[int]]:
@@ -54,10 +57,27 @@ class Stream:
     def window(self, epoch: int, index: int) -> list[Batch]:
         """This process's share of window `index` of `epoch`: one batch per micro-batch, each at least one row high
         (a row of padding where this process has none, so that it still takes part in every collective)."""
-        rows = self.rows_of_epoch(epoch)
-        size = self.rows * self.accumulate
-        rows = rows[index * size : (index + 1) * size]
+        if self.announce is not None:
+            self.announce(self.ahead(epoch, index))
+        rows = self._rows_of_window(epoch, index)
         return [self._batch(rows[at : at + self.rows], epoch) for at in range(0, len(rows), self.rows)]
+
+    def ahead(self, epoch: int, index: int) -> list[int]:
+        """Ids of this process's samples in window `index` and the `AHEAD` windows that follow it, in order."""
+        found = []
+        for _ in range(1 + AHEAD):
+            if index >= self.windows(epoch):
+                epoch, index = epoch + 1, 0
+            rows = self._rows_of_window(epoch, index)
+            micro_batches = [rows[at : at + self.rows] for at in range(0, len(rows), self.rows)]
+            mine = [row for one in micro_batches for row in rows_of_rank(one, self.rank, self.world)]
+            found += [self.samples[i].sample_id for row in mine for i in row]
+            index += 1
+        return found
+
+    def _rows_of_window(self, epoch: int, index: int) -> list[list[int]]:
+        size = self.rows * self.accumulate
+        return self.rows_of_epoch(epoch)[index * size : (index + 1) * size]
 
     def _batch(self, rows: list[list[int]], epoch: int) -> Batch:
         mine = rows_of_rank(rows, self.rank, self.world) or [[]]
