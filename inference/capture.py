@@ -53,6 +53,7 @@ from ..data.states import (
 from ..models.eagle3 import default_taps
 from ..models.loading import load_target
 from ..models.target import Target
+from .engine_states import EngineStates
 from .progress import progress_bar
 
 HEAD_ROWS = 256  # rows of full-vocabulary logits held at once
@@ -89,6 +90,11 @@ class CaptureConfig:
     """This command's share, when several commands fill one folder."""
     world: int = 1
     """How many commands fill the folder."""
+    engine: str | None = None
+    """Folder of hidden states that vLLM extracted (also as the speculators library keeps them): they are taken in place
+    of passes of the target."""
+    engine_layers: tuple[int, ...] = ()
+    """Layer ids that the engine was given, in its order; the target's number of layers must be among them."""
     max_skipped: float = 0.01
     """Share of samples that may have states that are not finite; above it the capture fails."""
     dry_run: bool = False
@@ -103,6 +109,8 @@ class CaptureConfig:
             raise ValueError(f"threads = {self.threads}: give a positive count, or null for one per core")
         if self.batch_tokens < 1:
             raise ValueError(f"batch_tokens = {self.batch_tokens}: give a positive count")
+        if (self.engine is None) != (not self.engine_layers):
+            raise ValueError("engine and engine_layers go together: the folder, and the layer ids that its files hold")
         if not 0 <= self.max_skipped <= 1:
             raise ValueError(f"max_skipped = {self.max_skipped}: give a share between 0 and 1")
 
@@ -142,11 +150,12 @@ def capture(
     rank: int = 0,
     world: int = 1,
     max_skipped: float = 0.01,
+    engine: EngineStates | None = None,
 ) -> StateStore:
     """Capture what is not there yet and open the store.
 
     With `world` > 1 every rank calls this, takes every `world`-th missing shard, and gets the store when all shards are
-    there. `threads`: see `CaptureConfig`.
+    there. `threads`: see `CaptureConfig`. `engine`: states to take in place of passes of the target.
 
     Raises:
         ValueError: the folder holds states of something else, too little disk space (before the first forward pass),
@@ -162,7 +171,7 @@ def capture(
         check_disk(place.path, sum(estimate([s for k in todo for s in shards[k]], fields)))
     mine = {k: shards[k] for k in range(rank, len(shards), world) if k in todo}
     with progress_bar("capturing states", sum(len(s) for k in mine for s in mine[k]), progress and bool(mine)) as bar:
-        _fill_all(target, mine, place, fields, batch_tokens, threads or _threads(target, world), bar)
+        _fill_all(target, mine, place, fields, batch_tokens, threads or _threads(target, world), bar, engine)
     while len(finished(place, len(shards))) < len(shards):
         time.sleep(place.poll)
     records = read_records(place, len(shards), fields)
@@ -205,6 +214,7 @@ def run_capture(cfg: CaptureConfig) -> None:
         rank=cfg.rank,
         world=cfg.world,
         max_skipped=cfg.max_skipped,
+        engine=EngineStates(cfg.engine, cfg.engine_layers, target, samples) if cfg.engine else None,
     )
     seconds = time.monotonic() - start
     skipped = "".join(f"\nskipped: sample {i}, not finite at {where}" for i, where in store.skipped.items())
@@ -230,6 +240,7 @@ def _fill_all(
     batch_tokens: int,
     threads: int,
     tick: Callable[[float], None],
+    engine: EngineStates | None,
 ) -> None:
     """Fill shards with a pool of threads. Each has modules of its own (forward hooks are per module) over the same
     weights, and one intra-op thread, which on CPUs gives more tokens per second than the same threads inside one
@@ -248,7 +259,7 @@ def _fill_all(
                 raise InterruptedError("capture was stopped")
             tick(tokens)
 
-        _fill(local.target, shards[number], place, number, fields, batch_tokens, checked)
+        _fill(local.target, shards[number], place, number, fields, batch_tokens, checked, engine)
 
     try:
         with ThreadPoolExecutor(threads) as pool:
@@ -294,12 +305,13 @@ def _fill(
     fields: StateFields,
     batch_tokens: int,
     tick: Callable[[float], None],
+    engine: EngineStates | None,
 ) -> None:
     """Run the samples of one shard and write it."""
     done: dict[int, dict[str, Tensor]] = {}
     skipped: dict[int, str] = {}
     for group in _batches(samples, batch_tokens):
-        for sample, states in zip(group, _states(target, group, fields), strict=True):
+        for sample, states in zip(group, _states(target, group, fields, engine), strict=True):
             if all(map(all_finite, states.values())):
                 done[sample.sample_id] = states
             else:
@@ -311,10 +323,15 @@ def _fill(
     write_shard(place, number, fields, tensors, [(s.sample_id, len(s)) for s in kept], list(skipped.items()))
 
 
-def _states(target: Target, group: Sequence[Sample], fields: StateFields) -> list[dict[str, Tensor]]:
+def _states(
+    target: Target, group: Sequence[Sample], fields: StateFields, engine: EngineStates | None
+) -> list[dict[str, Tensor]]:
     """Tensors of a shard for each sample of one forward pass: right-padded rows, which a causal mask keeps apart."""
     batch = collate(group).to(target.device)
-    out = target.forward(batch.ids_BT, batch.positions_BT, taps=fields.taps)
+    if engine is None:
+        out = target.forward(batch.ids_BT, batch.positions_BT, taps=fields.taps)
+    else:
+        out = engine.run(target, group, fields.taps)
     log_z_BT, top_BT = _teacher(target, out.last_hidden_BTD, batch.supervised_BT)
     tensors = {"ids": batch.ids_BT.to(torch.int32), "log_z": log_z_BT, "top": top_BT}
     if out.taps_BTPD is not None:
