@@ -49,12 +49,19 @@ class StatesConfig:
     """Local folder for what is fetched from a store; null = `states/` of $DRAFTSMITH_CACHE or ~/.cache/draftsmith."""
     cache_gb: float = CACHE_GB
     """Gigabytes that it may take. What was not read for the longest is deleted first."""
+    rolling: bool = False
+    """Read states while `draftsmith capture --rolling N` writes them into `folder`/train, once, and delete what a
+    checkpoint no longer needs: disk stays bounded. One pass over the data."""
     batch_tokens: int = 2048
     """Tokens per target forward while capturing."""
 
     def __post_init__(self) -> None:
         if self.cache_gb <= 0:
             raise ValueError(f"states.cache_gb must be positive, got {self.cache_gb}")
+        if self.rolling and (self.source != "captured" or self.folder is None):
+            raise ValueError(
+                "states.rolling=true reads what another command captures: set states.folder, and source=captured"
+            )
 
 
 @dataclass(frozen=True)
@@ -272,6 +279,10 @@ def check(config: TrainConfig) -> None:
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     check_run(config)
+    if config.states.rolling and config.budget.steps is None and (config.budget.epochs or 2) > 1:
+        raise ValueError(
+            "states.rolling=true deletes what was read, so that there is one pass: set budget.epochs to at most 1, or budget.steps"
+        )
     if config.draft_vocab is not None and config.draft_vocab < 1:
         raise ValueError(f"draft_vocab must be at least 1 or null, got {config.draft_vocab}")
     if config.states.source == "captured" and (unstored := {"module", "kv"} & method.loss_needs):

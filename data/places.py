@@ -89,8 +89,13 @@ class Folder:
         """Bytes of every file."""
         if not self.path.is_dir():
             return {}
+        found = {}
         with os.scandir(self.path) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+            for entry in entries:
+                with suppress(FileNotFoundError):  # renamed or deleted meanwhile
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
     def read(self, file: str) -> bytes:
         """The content of a small file. Raises FileNotFoundError."""

@@ -18,7 +18,7 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -242,7 +242,8 @@ class StateStore:
     """Captured states of a folder or a store, read straight from mapped files.
 
     `taps` and `last_hidden` choose what `fill` hands out (None = all that was captured). `expected` are the fields that
-    the run computes for itself, from `samples`: with these, states of more samples than they are will do.
+    the run computes for itself, from `samples`: with these, states of more samples than they are will do. `index`,
+    `record`: what stands in place of the folder's index while its shards are still being written (rolling.py).
 
     Raises:
         ValueError: nothing there, capture not finished, a file changed since, or states of something else.
@@ -255,10 +256,12 @@ class StateStore:
         taps: Sequence[int] | None = None,
         last_hidden: bool | None = None,
         samples: Sequence[Sample] | None = None,
+        index: dict[str, Any] | None = None,
+        record: Callable[[int], ShardRecord] | None = None,
     ) -> None:
         self.folder = place_of(folder)
         try:
-            index = json.loads(self.folder.read("index.json"))
+            index = json.loads(self.folder.read("index.json")) if index is None else index
             self.fields = _fields(index["fields"])
             shards = [_record(s) for s in index["shards"]]
         except FileNotFoundError:
@@ -288,7 +291,7 @@ class StateStore:
         self._place: dict[int, tuple[int, int, int]] = {}  # sample id -> shard, first row, rows
         sizes = self.folder.sizes()
         for number, shard in enumerate(shards):
-            if sizes.get(shard.file) != shard.bytes:
+            if record is None and sizes.get(shard.file) != shard.bytes:
                 raise ValueError(
                     f"{self.folder.name}: {shard.file} is missing or not the {shard.bytes:,} bytes written"
                 )
@@ -298,9 +301,12 @@ class StateStore:
                 row += n
             self.tokens += row
         self._shards = shards
+        self._record = record or shards.__getitem__
+        self.rolling: Any = None  # what paces the reader while shards are still being written (rolling.Rolling)
         largest = max((shard.bytes for shard in shards), default=0)
         self._open = lru_cache(maxsize=self.folder.open_files(largest))(self._open_shard)
         self._checked: set[int] = set()
+        self.close = self._open.cache_clear
         self._columns = None if wanted == self.fields.taps else [self.fields.taps.index(k) for k in wanted]
         if some:
             for sample in samples or ():
@@ -386,7 +392,7 @@ class StateStore:
 
     def _open_shard(self, number: int) -> Any:
         """Map a shard; at first sight its checksum and its values are looked at."""
-        record = self._shards[number]
+        record = self._record(number)
         path = self.folder.fetch(record.file, record.bytes, record.crc32)
         try:
             shard: Any = safe_open(path, framework="pt").__enter__()

@@ -31,6 +31,7 @@ from torch import Tensor
 from ..data.encode import Sample, encode_all
 from ..data.packing import collate
 from ..data.places import Folder, Place, place_of
+from ..data.rolling import consumed, reading_order, write_plan
 from ..data.sources import DataConfig, load_conversations
 from ..data.states import (
     DTYPES,
@@ -90,6 +91,11 @@ class CaptureConfig:
     """This command's share, when several commands fill one folder."""
     world: int = 1
     """How many commands fill the folder."""
+    rolling: int = 0
+    """Keep at most so many shards ahead of a training that runs at the same time with states.rolling=true, and go on as it
+    deletes them; 0 = keep all."""
+    seed: int = 0
+    """Seed of that training: its samples are captured in the order in which it reads them."""
     engine: str | None = None
     """Folder of hidden states that vLLM extracted (also as the speculators library keeps them): they are taken in place
     of passes of the target."""
@@ -109,6 +115,8 @@ class CaptureConfig:
             raise ValueError(f"threads = {self.threads}: give a positive count, or null for one per core")
         if self.batch_tokens < 1:
             raise ValueError(f"batch_tokens = {self.batch_tokens}: give a positive count")
+        if self.rolling < 0 or self.seed < 0:
+            raise ValueError(f"rolling = {self.rolling}, seed = {self.seed}: give counts, 0 = keep all shards")
         if (self.engine is None) != (not self.engine_layers):
             raise ValueError("engine and engine_layers go together: the folder, and the layer ids that its files hold")
         if not 0 <= self.max_skipped <= 1:
@@ -183,6 +191,48 @@ def capture(
     return StateStore(place, fields, taps=taps, last_hidden=need_last_hidden)
 
 
+def capture_rolling(
+    target: Target,
+    samples: Sequence[Sample],
+    place: Place,
+    fields: StateFields,
+    ahead: int,
+    batch_tokens: int = 2048,
+    progress: bool = True,
+    *,
+    threads: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+    engine: EngineStates | None = None,
+) -> None:
+    """Capture `samples`, which stand in the `reading_order` of a training, at most `ahead` shards before what it still
+    needs; ends when it has read the last one (it may go back to an older checkpoint before). Every rank takes every
+    `world`-th shard.
+
+    Raises:
+        ValueError: the place holds states of something else, or states are not finite.
+    """
+    shards = plan(samples)
+    if isinstance(place, Folder):
+        largest = sorted(((sum(map(len, shard)), shard) for shard in shards), key=lambda pair: -pair[0])[:ahead]
+        check_disk(place.path, sum(estimate([s for _, shard in largest for s in shard], fields)))
+    write_plan(place, fields, shards, ahead)
+    with progress_bar("capturing states", sum(map(len, samples)) // world, progress) as bar:
+        while True:
+            first = consumed(place)
+            there = finished(place, len(shards))
+            todo = [k for k in range(first, min(first + ahead, len(shards))) if k not in there and k % world == rank]
+            if todo:
+                _fill_all(
+                    target, {k: shards[k] for k in todo}, place, fields, batch_tokens, threads or _threads(target, world),
+                    bar, engine,
+                )  # fmt: skip
+            elif first >= len(shards):
+                return
+            else:
+                time.sleep(place.poll)
+
+
 def run_capture(cfg: CaptureConfig) -> None:
     """The command."""
     console = Console(highlight=False, soft_wrap=True)
@@ -194,6 +244,8 @@ def run_capture(cfg: CaptureConfig) -> None:
     samples, report = encode_all(conversations, target.tokenizer, cfg.data.max_length)
     console.print(str(report))
     taps = cfg.taps if cfg.taps is not None else default_taps(target.facts.layers)
+    if cfg.rolling:
+        samples = reading_order(samples, cfg.seed)
     fields = state_fields(target, samples, taps, cfg.last_hidden, cfg.stored)
     states, rest = estimate(samples, fields)
     streams = [f"h[{k}]" for k in taps] + ["last_hidden"] * cfg.last_hidden
@@ -202,6 +254,14 @@ def run_capture(cfg: CaptureConfig) -> None:
     if cfg.dry_run:
         return
     start = time.monotonic()
+    engine = EngineStates(cfg.engine, cfg.engine_layers, target, samples) if cfg.engine else None
+    if cfg.rolling:
+        capture_rolling(
+            target, samples, place_of(cfg.out), fields, cfg.rolling, cfg.batch_tokens,
+            threads=cfg.threads, rank=cfg.rank, world=cfg.world, engine=engine,
+        )  # fmt: skip
+        console.print(f"{cfg.out}: the training has read everything ({report.tokens:,} tokens)", markup=False)
+        return
     store = capture(
         target,
         samples,
@@ -214,7 +274,7 @@ def run_capture(cfg: CaptureConfig) -> None:
         rank=cfg.rank,
         world=cfg.world,
         max_skipped=cfg.max_skipped,
-        engine=EngineStates(cfg.engine, cfg.engine_layers, target, samples) if cfg.engine else None,
+        engine=engine,
     )
     seconds = time.monotonic() - start
     skipped = "".join(f"\nskipped: sample {i}, not finite at {where}" for i, where in store.skipped.items())

@@ -29,8 +29,9 @@ from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, cove
 from draftsmith.data.encode import Sample, encode_all, prompt_ids
 from draftsmith.data.packing import collate
 from draftsmith.data.places import inside, place_of
+from draftsmith.data.rolling import open_rolling, reading_order
 from draftsmith.data.states import StateStore
-from draftsmith.inference.capture import capture
+from draftsmith.inference.capture import capture, state_fields
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import EXPORTERS
 from draftsmith.inference.load import load_drafter
@@ -118,9 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     heldout_samples, heldout_states_of, _ = states(
         config, target, drafter, heldout_samples, folder, "heldout", accelerator
     )
-    stream = make_stream(config, samples, accelerator)
-    if store is not None and store.folder.remote:
-        stream.announce = store.coming
+    stream = make_stream(config, samples, accelerator, store)
     prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
     heldout = [collate([sample], config.seed) for sample in heldout_samples]
 
@@ -196,17 +195,22 @@ def states(
         return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed), None
     if config.states.source == "captured" and samples:
         place = place_of(config.states.folder or folder / "states", config.states.cache, config.states.cache_gb)
-        store = capture(
-            target,
-            samples,
-            inside(place, split),
-            taps=drafter.taps,
-            need_last_hidden=needs_last,
-            batch_tokens=config.states.batch_tokens,
-            progress=accelerator.is_main_process,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-        )
+        if config.states.rolling and split == "train":
+            samples = reading_order(samples, config.seed)
+            fields = state_fields(target, samples, drafter.taps, needs_last)
+            store = open_rolling(inside(place, split), fields, samples, accelerator.is_main_process)
+        else:
+            store = capture(
+                target,
+                samples,
+                inside(place, split),
+                taps=drafter.taps,
+                need_last_hidden=needs_last,
+                batch_tokens=config.states.batch_tokens,
+                progress=accelerator.is_main_process,
+                rank=accelerator.process_index,
+                world=accelerator.num_processes,
+            )
 
         def stored(batch: Batch) -> TargetOut:
             return dataclasses.replace(store.fill(batch), head=target.head, by_head=target.by_head, embed=target.embed)

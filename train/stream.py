@@ -16,6 +16,7 @@ import torch
 from ..data.batch import Batch
 from ..data.encode import Sample
 from ..data.packing import make_batch, pack, rows_of_rank
+from ..data.rolling import Rolling
 
 AHEAD = 8  # windows whose states are fetched while earlier ones are trained on
 
@@ -23,7 +24,8 @@ AHEAD = 8  # windows whose states are fetched while earlier ones are trained on
 class Stream:
     """Windows of training batches for one process.
 
-    `samples` must be the same list, in the same order, in every process.
+    `samples` must be the same list, in the same order, in every process. `blocks` of indices into them are read one after
+    another, each shuffled and packed for itself; None = all are one block. `rolling`: states that are captured meanwhile.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class Stream:
         seed: int,
         rank: int = 0,
         world: int = 1,
+        blocks: Sequence[Sequence[int]] | None = None,
+        rolling: Rolling | None = None,
     ) -> None:
         if not samples:
             raise ValueError("no training samples: the data source gave none with a supervised token")
@@ -43,11 +47,18 @@ class Stream:
         self.lengths = [len(s.ids) for s in samples]
         self.row_length, self.rows, self.accumulate = row_length, rows, accumulate
         self.seed, self.rank, self.world = seed, rank, world
+        self.blocks, self.rolling = blocks, rolling
         self.announce: Callable[[list[int]], None] | None = None  # told which samples this process reads next
         self.rows_of_epoch = lru_cache(2)(self._rows_of_epoch)
 
     def _rows_of_epoch(self, epoch: int) -> list[list[int]]:
-        return pack(self.lengths, self.row_length, self.seed, epoch)
+        if self.blocks is None:
+            return pack(self.lengths, self.row_length, self.seed, epoch)
+        rows = []
+        for block in self.blocks:
+            packed = pack([self.lengths[i] for i in block], self.row_length, self.seed, epoch)
+            rows += [[block[i] for i in row] for row in packed]
+        return rows
 
     def windows(self, epoch: int) -> int:
         """Optimiser steps in this epoch, a last partial one included."""
