@@ -106,6 +106,9 @@ class ConsistencyRun:
     """Refuse operations that have no deterministic implementation."""
     processes: int | None = None
     """Processes that must take part; null = whatever the launcher started."""
+    stall_minutes: float = 10.0
+    """Several processes: end the launch, naming the process, when one gives no sign of life or holds the others up for so
+    long; 0 = never."""
     run: str = "runs/consistency"
     """Run folder: checkpoints/, metrics.jsonl, run.yaml, export/."""
     resume: Literal["auto", "never"] = "auto"

@@ -14,6 +14,7 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,10 @@ Spec = TypeVar("Spec")
 
 class UsageError(ValueError):
     """A command line or recipe that cannot be meant; the message is one line."""
+
+
+class Failure(Exception):
+    """A failure that is nobody's wrong request, told in one line of our own words."""
 
 
 def keys_of(spec: type, sections: Mapping[str, type], prefix: str = "") -> dict[str, Any]:
@@ -259,6 +264,16 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(plain(asdict(config)), sort_keys=False)
 
 
+def say_error(text: str, code: int) -> None:
+    """One line on stderr. Launchers of several processes bury it and lose the code: where DRAFTSMITH_ERRORS names a file,
+    both are added there, and `launch.sh` ends with them."""
+    line = f"error: {text}"
+    print(line, file=sys.stderr, flush=True)
+    if place := os.environ.get("DRAFTSMITH_ERRORS"):
+        with suppress(OSError), open(place, "a", encoding="utf-8") as file:
+            file.write(f"{code} {line}\n")
+
+
 def guarded(main: Callable[[], int | None]) -> int:
     """Run a command: its exit code, with one line on stderr in place of a traceback.
 
@@ -270,14 +285,16 @@ def guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except ValueError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        say_error(one_line(error), 2)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except Exception as error:
         text = f"{type(error).__name__}: {one_line(error)}"
+        if isinstance(error, Failure):
+            text = one_line(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        print(f"error: {text} (DRAFTSMITH_TRACEBACK=1 shows where)", file=sys.stderr)
+        say_error(f"{text} (DRAFTSMITH_TRACEBACK=1 shows where)", 1)
         return 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..data.formats import STORED, TEACHER, TOP_K, Stored
 from ..data.places import CACHE_GB
 from ..data.sources import DataConfig
 from .parse import flatten
@@ -54,14 +55,37 @@ class StatesConfig:
     checkpoint no longer needs: disk stays bounded. One pass over the data."""
     batch_tokens: int = 2048
     """Tokens per target forward while capturing."""
+    stored: Stored = STORED
+    """How captured taps are kept: in full, or in about a half (int8) or a quarter (int4) of the bytes of bfloat16."""
+    teacher: Literal["auto", "last_hidden", "top_k"] = "auto"
+    """What captured states keep of the target's predictions: its last hidden states, or its likeliest tokens with their
+    probabilities, which is less; methods that read last hidden states themselves refuse that. auto = what they allow."""
+    last_stored: Stored = "bfloat16"
+    """How captured last hidden states are kept."""
+    top_k: int = TOP_K
+    """How many tokens a top_k teacher names; the others are known by their mass alone."""
+    verify: int = 2
+    """Samples of captured states that are held against a fresh pass of the target before they are trained on."""
 
     def __post_init__(self) -> None:
+        if self.top_k < 1 or self.verify < 0:
+            raise ValueError(
+                f"states.top_k must be at least 1 and states.verify at least 0, got {self.top_k}, {self.verify}"
+            )
         if self.cache_gb <= 0:
             raise ValueError(f"states.cache_gb must be positive, got {self.cache_gb}")
         if self.rolling and (self.source != "captured" or self.folder is None):
             raise ValueError(
                 "states.rolling=true reads what another command captures: set states.folder, and source=captured"
             )
+
+    def keeps(self, needs: frozenset[str], objective: str) -> tuple[bool, int]:
+        """Whether captured states for `loss_needs` hold last_hidden, and how many likeliest tokens (0 = none)."""
+        if not {"last_hidden", "teacher"} & needs:
+            return False, 0
+        able = "last_hidden" not in needs and "topk_ce" not in objective
+        top_k = able and (TEACHER if self.teacher == "auto" else self.teacher) == "top_k"
+        return not top_k, self.top_k if top_k else 0
 
 
 @dataclass(frozen=True)
@@ -240,6 +264,9 @@ class TrainConfig:
     """Refuse operations that have no deterministic implementation (slower on GPUs; CPU runs are deterministic anyway)."""
     processes: int | None = None
     """Processes that must take part; a launch with another number is refused. null = whatever the launcher started."""
+    stall_minutes: float = 10.0
+    """Several processes: end the launch, naming the process, when one gives no sign of life or holds the others up for so
+    long; 0 = never."""
     run: str = "runs/train"
     """Run folder: checkpoints/, metrics.jsonl, run.yaml, export/."""
     resume: Literal["auto", "never"] = "auto"
@@ -257,10 +284,12 @@ FREE_ON_RESUME = (
     "run",
     "resume",
     "processes",
+    "stall_minutes",
     "states.folder",
     "states.cache",
     "states.cache_gb",
     "states.batch_tokens",
+    "states.verify",
 )
 
 
@@ -288,6 +317,8 @@ def check(config: TrainConfig) -> None:
     if config.states.source == "captured" and (unstored := {"module", "kv"} & method.loss_needs):
         why = "gradients through the target" if "module" in unstored else "the target's keys and values"
         raise ValueError(f"method {config.method} needs {why}: set states.source=live")
+    if config.states.source == "captured" and config.states.teacher == "top_k":
+        check_top_k(config)
     if config.states.source == "captured" and getattr(config.drafter, "live", False):
         raise ValueError(
             f"method {config.method} with these settings trains on text of its own: set states.source=live "
@@ -295,9 +326,27 @@ def check(config: TrainConfig) -> None:
         )
 
 
+def check_top_k(config: TrainConfig) -> None:
+    """Raises ValueError where a teacher of its likeliest tokens is not enough."""
+    from ..models import METHODS
+
+    if "last_hidden" in METHODS[config.method].loss_needs:
+        raise ValueError(
+            f"method {config.method} reads the target's last hidden states, states.teacher=top_k keeps none: "
+            "set states.teacher=last_hidden, and states.last_stored=int8 if bytes matter"
+        )
+    if "topk_ce" in getattr(config.drafter, "objective", ""):
+        raise ValueError(
+            f"objective {config.drafter.objective!r}: topk_ce needs all of the target's logits: "
+            "set states.teacher=last_hidden, or write kl"
+        )
+
+
 def check_run(config: Any) -> None:
     """The same for the settings that every training has (`TrainConfig`, `configs.diffusion.DiffusionConfig`)."""
     budget = config.budget
+    if config.stall_minutes < 0:
+        raise ValueError(f"stall_minutes must be at least 0 (0 = never), got {config.stall_minutes}")
     if config.evaluate.conversations < 0:
         raise ValueError(f"evaluate.conversations must be at least 0, got {config.evaluate.conversations}")
     if not config.run:

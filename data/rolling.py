@@ -197,8 +197,9 @@ def open_rolling(place: Place, expected: StateFields, samples: Sequence[Sample],
     planned = [[(s.sample_id, len(s)) for s in shard] for shard in plan(samples)]
     rolling = Rolling(place, planned, int(found["ahead"]), main)
     store = StateStore(
-        place, expected, expected.taps, expected.last_hidden, index=_as_index(found), record=rolling.record
-    )
+        place, expected, expected.taps, expected.last_hidden, top_k=expected.top_k, index=_as_index(found),
+        record=rolling.record,
+    )  # fmt: skip
     if _as_index(found)["shards"] != _as_index({**found, "shards": planned})["shards"]:
         raise ValueError(f"{place.name} is cut into other shards than this version makes: capture again")
     rolling.fields, rolling.close, store.rolling = store.fields, store.close, rolling

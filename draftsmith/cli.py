@@ -40,6 +40,9 @@ COMMANDS = {
     ),
     "rollout": Command("let a target answer prompts, for training data", "inference.rollout", "run_rollout"),
     "capture": Command("store a target's states as shards", "inference.capture", "run_capture"),
+    "plan": Command(
+        "memory, disk, time and cost of a recipe, before it runs", "train.plan", "run_plan", ("recipe",)
+    ),
     "masks": Command("show which tokens of the data are trained on", "inference.masks", "run_masks"),
     "check": Command("replay an export against the trainer's logits", "inference.check", "run_check", ("export",)),
     "push": Command("upload an export to the Hub", "inference.push", "run_push", ("export", "repo")),
@@ -72,7 +75,7 @@ def config_class(command: Command) -> type:
 def run(name: str, argv: Sequence[str]) -> int | None:
     command = COMMANDS[name]
     module = importlib.import_module(f"draftsmith.{command.module}")
-    if name == "train":  # reads its recipe in two stages, see there
+    if name in ("train", "plan"):  # these read a recipe in two stages, see there
         return module.main(argv)
     from draftsmith.configs.parse import named_keys, parse
 

@@ -15,9 +15,19 @@ from .drafter import TargetFacts
 from .families import family_of, rope_of
 
 
+OUTLINE = "outline"  # fingerprint of a model that has shapes and no values
+
+
+def has_values(weight: Tensor) -> bool:
+    """False for tensors that are shapes alone (models/outline.py)."""
+    return not (weight.is_meta or hasattr(weight, "fake_mode"))
+
+
 def refuse_non_finite(model: Any, name: str) -> None:
     """ValueError that names a tensor with NaN or infinity."""
     for key, weight in model.named_parameters():
+        if not has_values(weight):
+            continue
         if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(torch.isfinite(weight).all()):
             raise ValueError(f"target {name!r}: tensor {key} holds NaN or infinity")
 
@@ -89,6 +99,8 @@ _VOLATILE = {
 def fingerprint(model: Any) -> str:
     """sha256 (hex) over the settings that shape the computation, and every tensor's name, shape and 4096 values at
     even steps, rounded to bf16 so that one checkpoint has one fingerprint in every dtype it is loaded in."""
+    if not all(has_values(weight) for weight in model.parameters()):
+        return OUTLINE
     settings = {
         key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE and value is not None
     }

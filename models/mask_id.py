@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from .facts import has_values
+
 LEAST_NORM = 0.01  # of the median row: rows that no training touched are zeros or next to it
 STRANGE = "".join(map(chr, [*range(9, 14), *range(32, 127), *range(160, 1024)])) + "\u65e5\u672c\u8a9e\U0001f642\ufffd"
 
@@ -34,7 +36,9 @@ def choose_mask_id(target: Any, wanted: int | None, method: str) -> int:
     """
     facts = target.facts
     norm_V = target.embed_weight.detach().float().norm(dim=1)
-    usable_V = norm_V.isfinite() & (norm_V > LEAST_NORM * norm_V[norm_V.isfinite()].median())
+    usable_V = torch.ones(facts.vocab, dtype=torch.bool)
+    if has_values(target.embed_weight):
+        usable_V = norm_V.isfinite() & (norm_V > LEAST_NORM * norm_V[norm_V.isfinite()].median())
     if wanted is not None:
         if not 0 <= wanted < facts.vocab:
             raise ValueError(f"{method}: mask_id {wanted} is no id of {facts.name}, which has 0..{facts.vocab - 1}")

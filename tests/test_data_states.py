@@ -38,17 +38,20 @@ def samples(*lengths: int) -> list[Sample]:
 
 def fields_of(data: list[Sample]) -> StateFields:
     return StateFields(
-        format=1,
+        format=2,
         target="t" * 64,
         tokenizer="k",
         template="c",
         dtype="bfloat16",
-        stored="bfloat16",
         length=max(map(len, data)),
         data=data_fingerprint(data),
         width=WIDTH,
+        vocab=300,
         taps=TAPS,
+        stored="bfloat16",
         last_hidden=True,
+        last_stored="bfloat16",
+        top_k=0,
     )
 
 
@@ -141,7 +144,10 @@ def test_a_reader_may_take_some_of_the_samples(folder: Path, data: list[Sample])
         ("tokenizer", "other"),
         ("template", "other"),
         ("dtype", "float32"),
+        ("vocab", 301),
         ("stored", "float16"),
+        ("last_stored", "int8"),
+        ("top_k", 8),
         ("length", 99),
         ("data", "other"),
         ("width", 8),
@@ -159,9 +165,9 @@ def test_states_of_something_else_are_refused_naming_the_field(
 
 def test_another_format_is_refused(folder: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
-    index["fields"]["format"] = 2
+    index["fields"]["format"] = 1
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="states of format 2; this version reads 1"):
+    with pytest.raises(ValueError, match="holds states of another format: 1 there, 2 here"):
         StateStore(folder)
 
 

@@ -483,3 +483,12 @@ def test_b11_a_head_to_start_from_keeps_its_mapping_and_takes_the_recipes_settin
     assert not torch.equal(a["fc.weight"], b["fc.weight"])
     with pytest.raises(ValueError, match=r"other `drafter` settings.*fc_norm"):
         distill_draft.main([*recipe, first, "drafter.fc_norm=true", f"run={tmp_path / 'c'}"])
+
+
+@pytest.mark.parametrize("method", ["medusa", "dspark"])
+def test_nothing_held_out_is_no_fault(method: str, tmp_path: Path) -> None:
+    """By choice, or because there is too little data: a source of fewer than 20 conversations is all trained on."""
+    recipe = [f"method={method}", "target.name=tiny", "target.dtype=float32", "data.limit=19", "data.max_length=512"]
+    recipe += ["batch.row_length=512", "log.progress=false", "budget.steps=1", "evaluate.conversations=0"]
+    assert distill_draft.main([*recipe, f"run={tmp_path / 'run'}"]) == 0
+    assert (tmp_path / "run/export/model.safetensors").exists()

@@ -23,9 +23,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..configs.parse import Failure, one_line
+from . import signs
 from .engine import is_deepspeed
 
 FORMAT = 1
@@ -71,19 +74,19 @@ def save(
 ) -> Path:
     """Write `folder/step-N`; every process must call it. Keeps the `keep` newest and the best one.
 
-    Raises OSError (disk full, read-only folder); earlier checkpoints are untouched then.
+    Raises Failure (disk full, read-only folder); earlier checkpoints are untouched then.
     """
     optimiser_tensors = _optimiser_tensors(drafter, optimisers, accelerator)
     rng = _rng_tensors(accelerator)
     final = folder / f"step-{state.step:08d}"
     if accelerator.is_main_process and not complete(final, state):
-        folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{final.name}.{os.getpid()}"
         try:
-            temporary.mkdir()
+            temporary.mkdir(parents=True)
             model = {n: t.cpu().clone().contiguous() for n, t in trained_tensors(drafter).items()}
             for name, tensors in (("model", model), ("optimiser", optimiser_tensors), ("rng", rng)):
                 save_file(tensors, temporary / f"{name}.safetensors")
+                signs.moved()
             _write_json(temporary / "state.json", {"format": FORMAT, "state": asdict(state), "settings": settings})
             listing = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(temporary.iterdir())}
             _write_json(temporary / "files.json", listing)
@@ -93,12 +96,22 @@ def save(
                 final.rename(folder / f".{final.name}.old")
             temporary.rename(final)
             sync(folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, (OSError, SafetensorError)):
+                raise Failure(_unwritten(folder, state.step, error)) from error
             raise
         _prune(folder, keep, state.best_step)
     accelerator.wait_for_everyone()
     return final
+
+
+def _unwritten(folder: Path, step: int, error: Exception) -> str:
+    free = shutil.disk_usage(next(p for p in (folder, *folder.resolve().parents) if p.exists())).free
+    return (
+        f"the checkpoint of step {step} could not be written to {folder}: {one_line(error)} ({free / 1e9:.1f} GB are free); "
+        "earlier ones are untouched, and the same command goes on from the newest"
+    )
 
 
 def complete(path: Path, state: State | None = None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
 from ..configs.runs import RunConfig
+from . import signs
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -30,9 +32,12 @@ def start(config: RunConfig) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     handlers: list[Any] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
     cpu = not torch.cuda.is_available()
+    # Who is stuck is found by signs of life, long before an exchange runs out of time.
+    group = InitProcessGroupKwargs(timeout=timedelta(minutes=max(60.0, 3 * config.stall_minutes)))
     # With DeepSpeed, cpu=True (or ACCELERATE_USE_CPU) would silently turn DeepSpeed off; the backend says it instead.
     if deepspeed and cpu:
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        group.backend = "gloo"
+    handlers.append(group)
     if deepspeed and os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
         raise ValueError(
             "ACCELERATE_USE_CPU=true switches DeepSpeed off: unset it (DS_ACCELERATOR=cpu is what is needed)"
@@ -58,6 +63,7 @@ def start(config: RunConfig) -> Accelerator:
         raise ValueError("the launcher asked for DeepSpeed, accelerate did not start it")
     if is_deepspeed(accelerator):
         fill_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config)
+    signs.start(accelerator.process_index, accelerator.num_processes, config.stall_minutes)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     return accelerator
@@ -108,6 +114,7 @@ def total(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
     """Sum of each value over all processes, in float64."""
     if accelerator.num_processes == 1:
         return [float(v) for v in values]
+    signs.entering()
     summed = torch.tensor(list(values), dtype=torch.float64, device=accelerator.device)
     torch.distributed.all_reduce(summed)
     return summed.tolist()
@@ -117,6 +124,7 @@ def total_pairs(accelerator: Accelerator, pairs: dict[str, tuple[float, float]])
     """Sum (sum, count) pairs over all processes; a name that some process lacks counts as (0, 0) there."""
     if accelerator.num_processes == 1:
         return pairs
+    signs.entering()
     everyone: list[Any] = [None] * accelerator.num_processes
     torch.distributed.all_gather_object(everyone, pairs)
     names = sorted({name for one in everyone for name in one})
@@ -129,6 +137,7 @@ def total_pairs(accelerator: Accelerator, pairs: dict[str, tuple[float, float]])
 def shared(accelerator: Accelerator, value: Any) -> Any:
     """The main process's value, in every process."""
     everyone = [value]
+    signs.entering()
     if accelerator.num_processes > 1:
         torch.distributed.broadcast_object_list(everyone, src=0)
     return everyone[0]
@@ -137,6 +146,7 @@ def shared(accelerator: Accelerator, value: Any) -> Any:
 def union(accelerator: Accelerator, ids: list[int]) -> list[int]:
     """The distinct ids of all processes, sorted."""
     everyone: list[Any] = [ids]
+    signs.entering()
     if accelerator.num_processes > 1:
         everyone = [None] * accelerator.num_processes
         torch.distributed.all_gather_object(everyone, ids)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..configs.runs import RunConfig
 from ..configs.training import BudgetConfig, differing
 from ..data.batch import Batch, TargetOut
-from . import checkpoint, engine
+from . import checkpoint, engine, signs
 from .checkpoint import State
 from .optimiser import lr_factor, make_optimisers, set_lr
 from .runlog import RunLog, duration
@@ -90,6 +90,11 @@ class Stop:
     ) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+    def asked(self) -> bool:
+        """Whether a signal came: what long work that is no step asks between its parts, which is a sign of life."""
+        signs.moved()
+        return bool(self.signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal and time.monotonic() - self.at > ECHO:
@@ -204,7 +209,7 @@ def train(
                     continue
                 figures: dict[str, float] = {}
                 if probe is not None and accelerator.is_main_process:
-                    figures = probe(drafter, lambda: bool(stop.signal))
+                    figures = probe(drafter, stop.asked)
                     drafter.train()
                 found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
@@ -244,6 +249,7 @@ def train(
         if evaluate_first and not state.step and not state.first:
             state.first = measure(wanted(True))
 
+        signs.watched(True)
         while True:
             # 3. Held-out figures and the probe of the step that was taken (here, so that those which a signal cut are made
             #    by the next launch), and what the judge says to them.
@@ -255,6 +261,7 @@ def train(
 
             # 4. The window of the next step; its counts over all processes, before any loss.
             began = time.monotonic()
+            signs.at(f"step {state.step + 1}")
             state.done = used >= 1.0
             stop_here = config.budget.stop_at is not None and state.step >= config.budget.stop_at
             batches = [b.to(device) for b in stream.window(state.epoch, state.window)]
@@ -355,6 +362,7 @@ def train(
                     f"step {state.step}  loss {loss:.4f}  lr {lr:.2e}  {tokens / rate:.0f} tok/s  {duration(left)} left"
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
+        signs.watched(False)
     return summary
 
 
@@ -419,7 +427,7 @@ def evaluate(
     module.drafter.eval()
     mine: dict[str, tuple[float, float]] = {}
     for i in range(accelerator.process_index, len(batches), accelerator.num_processes):
-        if stop.signal:
+        if stop.asked():
             break
         batch = batches[i].to(accelerator.device)
         counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..configs.runs import RunConfig
+from ..data.places import write_atomically
 
 
 class RunLog:
@@ -101,6 +101,4 @@ def _drop_beyond(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError):
             continue  # cut off by a kill
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    write_atomically(path, lambda temporary: temporary.write_text("".join(kept)))

@@ -25,6 +25,7 @@ from ..models.target import Target
 from . import checkpoint, engine
 from .loop import Judge, Probe, by_run_length, train
 from .script import (
+    claim,
     conversations,
     how_it_ended,
     logged,
@@ -86,6 +87,7 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
         say(f"warning: {tuning.warning}")
     if tuning.probe and not heldout_samples:
         say("warning: too few conversations to hold some out: nothing is measured, and any step may be the best one")
+    claim(folder, accelerator)
     if accelerator.is_main_process:
         write_run_file(folder, config, script, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()

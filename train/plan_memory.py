@@ -1,0 +1,173 @@
+"""Where a run's bytes are: pure arithmetic over what was counted (train/plan_trace.py) and how it is spread.
+
+Nothing is scaled to fit a measurement; each term says how it comes about. What is left out, and said in the plan: the
+process itself (interpreter, libraries, CUDA context, communication buffers), the allocator's fragments, host memory that
+caches files, and what an operator takes and gives back inside itself.
+
+Test: pytest tests/test_plan.py; against measured peaks: tests/bench/plan.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Engine = Literal["ddp", "zero1", "zero2", "zero3"]
+Placement = Literal["replicated", "sharded", "own", "nf4", "int8", "absent"]
+BUCKET = 500_000_000  # numbers in the buffer in which DeepSpeed reduces gradients (its default `reduce_bucket_size`)
+NF4_BITS = 4.127  # QLoRA, arXiv:2305.14314, section 3: 4 bits, and 0.127 of constants that are quantised themselves
+INT8_BITS = 8.0  # LLM.int8, arXiv:2208.07339; a scale per row is left out
+
+
+@dataclass(frozen=True)
+class Split:
+    """How an engine spreads a drafter over N devices: True = each holds one N-th, False = all of it, None = there is no
+    such thing. `masters`: fp32 copies that the engine itself updates. `bucket`: room in which gradients are reduced."""
+
+    weights: bool
+    masters: bool | None
+    gradients: bool
+    moments: bool
+    bucket: bool
+
+
+# Rajbhandari et al., arXiv:1910.02054, section 5; DeepSpeed keeps a partition of its own also of fp32 weights
+# (`single_partition_of_fp32_groups`), and DDP's buckets are the gradients themselves (`gradient_as_bucket_view`).
+ENGINES: dict[str, Split] = {
+    "ddp": Split(weights=False, masters=None, gradients=False, moments=False, bucket=False),
+    "zero1": Split(weights=False, masters=True, gradients=False, moments=True, bucket=True),
+    "zero2": Split(weights=False, masters=True, gradients=True, moments=True, bucket=True),
+    "zero3": Split(weights=True, masters=True, gradients=True, moments=True, bucket=True),
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One component of a device's memory, and how its bytes come about."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a recipe trains and keeps fixed, in numbers and bytes. `target_matrices`: numbers of the target's that
+    quantisation rounds (projections inside the layers); `ends`: bytes of its embedding and head; `layer`: bytes of its
+    largest layer; `moments`: numbers that the optimiser keeps."""
+
+    trained: int
+    fixed_bytes: int
+    target: int
+    target_bytes: int
+    target_matrices: int
+    ends: int
+    layer: int
+    moments: int
+
+
+def share(whole: int, divided: bool, devices: int) -> int:
+    return -(-whole // devices) if divided else whole
+
+
+def target_bytes(numbers: Numbers, placement: Placement, devices: int) -> Term:
+    """The frozen target on a device that trains."""
+    whole, each = numbers.target_bytes, numbers.target_bytes / max(numbers.target, 1)
+    if placement == "replicated":
+        return Term("target", whole, f"{each:g} bytes x {numbers.target:,} frozen numbers")
+    if placement == "sharded":
+        size = share(whole, True, devices) + numbers.layer
+        return Term("target", size, f"{each:g} bytes x {numbers.target:,} / {devices} devices + its largest layer, gathered")
+    if placement in ("nf4", "int8"):
+        bits = NF4_BITS if placement == "nf4" else INT8_BITS
+        kept = whole - int(each * numbers.target_matrices)
+        size = kept + int(bits / 8 * numbers.target_matrices)
+        return Term("target", size, f"{bits:g} bits x {numbers.target_matrices:,} numbers of projections + the rest as it is")
+    where = "on devices of its own" if placement == "own" else "its states captured before"
+    return Term("target", numbers.ends, f"embedding and head alone, which the loss reads; {where}")
+
+
+def device_memory(
+    numbers: Numbers, parts: Mapping[str, int], engine: str, placement: Placement, devices: int, kept: str
+) -> list[Term]:
+    """The components of one device at the moment when it holds most; their sum is the peak. `parts`: of the micro-batch
+    (`Step.parts`); `kept`: what most of its activations are."""
+    split, n = ENGINES[engine], numbers.trained
+
+    def spread(divided: bool) -> str:
+        return f" / {devices} devices" if divided and devices > 1 else ""
+
+    terms = [
+        target_bytes(numbers, placement, devices),
+        Term("drafter", share(4 * n, split.weights, devices) + numbers.fixed_bytes,
+             f"4 bytes x {n:,} trained numbers{spread(split.weights)} (fp32 masters) + {numbers.fixed_bytes:,} bytes that do not learn"),
+    ]  # fmt: skip
+    if split.masters is not None:
+        terms.append(
+            Term("engine masters", share(4 * n, split.masters, devices), f"4 bytes x {n:,}{spread(split.masters)} (fp32)")
+        )
+    kept_gradients = split.gradients and devices > 1
+    gradients = share(4 * n, True, devices) if kept_gradients else parts["gradients"]
+    note = "" if gradients == 4 * n or kept_gradients else ", those that are there at the peak"
+    terms.append(Term("gradients", gradients, f"4 bytes x {n:,} trained numbers{spread(kept_gradients)}{note}"))
+    if split.bucket and devices > 1:
+        terms.append(Term("engine bucket", 4 * BUCKET, f"4 bytes x {BUCKET:,} (reduce_bucket_size)"))
+    moments = share(4 * numbers.moments, split.moments, devices)
+    terms += [
+        Term("moments", moments, f"4 bytes x {numbers.moments:,} numbers of the optimiser{spread(split.moments)}"),
+        Term("states", parts["states"], "the batch: ids, masks, the target's states of its rows"),
+        Term("teacher", parts["teacher"], "the target's logits and their sums"),
+        Term("activations", parts["activations"], f"kept for backward; most of it {kept}" if kept else "kept for backward"),
+        Term("workspace", parts["workspace"], "made and freed within the pass"),
+    ]
+    return [term for term in terms if term.bytes]
+
+
+def saving_memory(terms: Sequence[Term], numbers: Numbers) -> list[Term]:
+    """The same while a checkpoint is written, where weights and copies are in one memory (CPUs): no activations."""
+    still = [t for t in terms if t.name in ("target", "drafter", "engine masters", "moments", "engine bucket")]
+    copies = 4 * (numbers.trained + numbers.moments)
+    return [*still, Term("checkpoint copies", copies, f"4 bytes x ({numbers.trained:,} weights + {numbers.moments:,} moments)")]
+
+
+def total(terms: Sequence[Term]) -> int:
+    return sum(term.bytes for term in terms)
+
+
+def largest(terms: Sequence[Term]) -> Term:
+    return max(terms, key=lambda term: term.bytes)
+
+
+def most_rows(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count of 1 .. `most` that fits (what is larger does not), 0 if none does."""
+    if not fits(1):
+        return 0
+    low = 1
+    while low < most and fits(min(2 * low, most)):
+        low = min(2 * low, most)
+    high = min(2 * low, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes on disk; `states` are of the shards alone, `rows` of what stands beside them."""
+
+    states: int
+    rows: int
+    checkpoint: int
+    checkpoints: int
+    export: int
+
+    @property
+    def total(self) -> int:
+        return self.states + self.rows + self.checkpoint * self.checkpoints + self.export
+
+
+def checkpoint_bytes(numbers: Numbers) -> int:
+    """Weights and moments, fp32 (train/checkpoint.py)."""
+    return 4 * (numbers.trained + numbers.moments)

@@ -1,0 +1,332 @@
+"""A recipe, traced and added up: what `draftsmith plan` prints, and the short form that training scripts say first.
+
+Test: pytest tests/test_plan.py
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..configs.consistency import ConsistencyRun
+from ..configs.diffusion import DiffusionConfig
+from ..configs.runs import RunConfig
+from ..configs.training import OptimConfig, TrainConfig
+from ..data.batch import Batch
+from ..data.encode import Sample, encode_all
+from ..data.packing import make_batch
+from ..data.states import ROW_BYTES, SHARD_TOKENS
+from ..models import METHODS
+from ..models.adapters import Adapters
+from ..models.block_diffusion import BlockDiffusion, CertaintyForcing
+from ..models.consistency import Consistency
+from ..models.loading import load_tokenizer
+from ..models.on_policy import OnPolicy
+from ..models.outline import Outline, outline_target
+from ..models.target import DTYPES, Target
+from .plan_memory import (
+    Disk,
+    Engine,
+    Numbers,
+    Placement,
+    Term,
+    checkpoint_bytes,
+    device_memory,
+    saving_memory,
+    target_bytes,
+    total,
+)
+from .plan_trace import Built, Step, trace
+from .stream import Stream
+
+HEAD_ROWS = 256  # rows of full logits that capture holds at once
+
+
+@dataclass(frozen=True)
+class Text:
+    """The data: samples where they can be read here, else counts, else nothing but the recipe's lengths (`tokens` None)."""
+
+    samples: list[Sample]
+    heldout: int  # tokens that are held out
+    tokens: int | None
+    supervised: float
+    said: str
+
+    def stream(self, run: RunConfig) -> Stream:
+        batch = run.batch
+        return Stream(self.samples, row_length=batch.row_length, rows=batch.rows, accumulate=batch.accumulate, seed=run.seed)
+
+    def batch(self, run: RunConfig, rows: int, world: int) -> Batch:
+        """The micro-batch of one device that holds the most supervised tokens in the first epoch; of data that is not here,
+        full rows."""
+        length = run.batch.row_length
+        if not self.samples:
+            own = min(run.data.max_length, length)
+            free = own - max(round(own * self.supervised), 1)
+            made = Sample(0, torch.zeros(own, dtype=torch.int64), torch.arange(own) >= free)
+            row = [replace(made, sample_id=i) for i in range(length // own)]
+            return make_batch([row] * rows, length, run.seed, 0)
+        every = self.stream(run).rows_of_epoch(0)
+        heavy = [sum(int(self.samples[i].supervised.sum()) for i in row) for row in every]
+        starts = range(0, len(every), rows * world)
+        at = max(starts, key=lambda s: sum(heavy[s : s + rows * world : world]))
+        chosen = [every[i % len(every)] for i in range(at, at + rows * world, world)]
+        return make_batch([[self.samples[i] for i in row] for row in chosen], length, run.seed, 0)
+
+    def steps(self, run: RunConfig) -> int | None:
+        """Optimiser steps of the budget; None where they depend on what is not known (minutes, the data)."""
+        budget, batch = run.budget, run.batch
+        if budget.steps is not None:
+            return budget.steps
+        if self.tokens is None or (budget.epochs is None and budget.tokens is None):
+            return None
+        per_step = batch.rows * batch.accumulate * batch.row_length
+        if budget.tokens is not None:
+            return max(math.ceil(budget.tokens / per_step), 1)
+        assert budget.epochs is not None
+        return self.stream(run).steps(budget.epochs) if self.samples else max(math.ceil(self.tokens * budget.epochs / per_step), 1)
+
+
+def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None, supervised: float) -> Text:
+    """The data of a recipe, by its own tokenizer where that is here. Raises ValueError for data that cannot be read."""
+    from .script import conversations  # which imports this module
+
+    if samples is not None and tokens is not None:
+        return Text([], 0, tokens, supervised, f"{samples:,} samples of {tokens:,} tokens, as given")
+    try:
+        tokenizer = load_tokenizer(run.target.name, revision=run.target.revision)
+    except ValueError:
+        return Text([], 0, None, supervised, "full rows: no tokenizer here to read the data with")
+    if len(tokenizer) > vocab:
+        raise ValueError(f"target {run.target.name!r}: its tokenizer has {len(tokenizer)} tokens, its config.json {vocab} rows")
+    talks, held = conversations(run)
+    own, report = encode_all(talks, tokenizer, run.data.max_length)
+    other = sum(len(s) for s in encode_all(held, tokenizer, run.data.max_length)[0]) if held else 0
+    return Text(own, other, report.tokens, report.supervised / report.tokens, f"the data's fullest; {report.kept:,} samples")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is planned: the recipe, its target's config, its data, and how many devices share a micro-batch."""
+
+    run: RunConfig
+    config: Any
+    text: Text
+    world: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`moments`: a device's components at each moment when much is held; the one that holds most is `moment`."""
+
+    work: Work
+    target: str
+    rows: int
+    supervised: int
+    numbers: Numbers
+    step: Step
+    moments: dict[str, list[Term]]
+    disk: Disk | None
+    steps: int | None
+    capture_flops: int | None
+    capture_pass: int
+    one_memory: bool
+    notes: tuple[str, ...]
+
+    @property
+    def moment(self) -> str:
+        return max(self.moments, key=lambda name: total(self.moments[name]))
+
+    @property
+    def terms(self) -> list[Term]:
+        return self.moments[self.moment]
+
+    @property
+    def peak(self) -> int:
+        return total(self.terms)
+
+    @property
+    def step_flops(self) -> int:
+        """Of one optimiser step of one device."""
+        return self.step.flops * self.work.run.batch.accumulate
+
+    def again(self, engine: Engine, placement: Placement) -> Plan:
+        """The same micro-batch, spread otherwise."""
+        moments = moments_of(
+            self.work, self.numbers, self.step, engine, placement, self.capture_pass, self.one_memory
+        )
+        return replace(self, moments=moments)
+
+
+def make_plan(work: Work, rows: int, engine: Engine, placement: Placement, one_memory: bool = True) -> Plan:
+    """Trace one micro-batch of `rows` rows on shapes, and add up. `one_memory`: weights and checkpoints' copies share one
+    memory, as on CPUs. Raises ValueError for what the recipe's own script would refuse."""
+    run = work.run
+    batch = work.text.batch(run, rows, work.world)
+    several = run.batch.accumulate > 1 or work.world > 1
+    built, step, weights = trace(lambda outline: build(work, outline), batch, run.precision, kept_gradients=several)
+    numbers = numbers_of(built, weights, run.optim)
+    capture_pass, capture_flops = capture_of(work, built) if built.stored else (0, None)
+    return Plan(
+        work,
+        run.target.name,
+        rows,
+        int(batch.supervised_BT.sum()),
+        numbers,
+        step,
+        moments_of(work, numbers, step, engine, placement, capture_pass, one_memory),
+        disk_of(work, built, numbers),
+        work.text.steps(run),
+        capture_flops,
+        capture_pass,
+        one_memory,
+        notes_of(run),
+    )
+
+
+def build(work: Work, outline: Outline) -> Built:
+    """What the recipe's script builds, of shapes."""
+    run = work.run
+    with outline.counted_as("target"):
+        target = outline_target(work.config, run.target.name, run.target.dtype)
+    with outline.counted_as("fixed"):
+        if isinstance(run, TrainConfig):
+            drafter = build_drafter(run, target)
+            needs = drafter.loss_needs
+            stored = run.states.source == "captured" and not needs <= {"ids"}
+            return Built(target, drafter.train(), drafter.taps, needs, stored)
+        module = build_inside(run, target).train()
+        return Built(target, module, (), frozenset({"ids"}), False)
+
+
+def build_drafter(run: TrainConfig, target: Target) -> Any:
+    vocab = target.facts.vocab
+    if run.draft_vocab is not None and run.draft_vocab > vocab:
+        raise ValueError(f"draft_vocab={run.draft_vocab}: {run.target.name} has {vocab} tokens")
+    ids = None if run.draft_vocab is None else torch.arange(run.draft_vocab)
+    drafter = METHODS[run.method](run.drafter, target.facts, ids)
+    drafter.init_from_target(target)
+    return drafter
+
+
+def build_inside(run: DiffusionConfig | ConsistencyRun, target: Target) -> nn.Module:
+    """The module of a training that changes the target itself; adapters are those of the recipe."""
+    if isinstance(run, ConsistencyRun):
+        return Consistency(run.objective, target, Adapters(run.adapters, target))
+    adapters = Adapters(run.adapters, target, dual=run.objective.dual)
+    if run.method == "block_diffusion":
+        return BlockDiffusion(run.objective, target, adapters, run.conversion)
+    if run.method == "on_policy":
+        return OnPolicy(run.objective, target, adapters, run.on_policy)
+    return CertaintyForcing(run.objective, target, adapters, run.certainty)
+
+
+def numbers_of(built: Built, weights: dict[str, int], optim: OptimConfig) -> Numbers:
+    target = built.target
+    frozen = [p for p in target.model.parameters() if not p.requires_grad]
+    matrices = [m for layer in target.layers for m in layer.modules() if isinstance(m, nn.Linear)]
+    ends = {id(x): x for x in (target.embed_weight, target.head_weight)}
+    return Numbers(
+        trained=sum(p.numel() for p in built.trained),
+        fixed_bytes=weights["fixed"],
+        target=sum(p.numel() for p in frozen),
+        target_bytes=weights["target"],
+        target_matrices=sum(m.weight.numel() for m in matrices if not m.weight.requires_grad),
+        ends=sum(x.numel() * x.element_size() for x in ends.values()),
+        layer=max(sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers),
+        moments=moment_numbers(built.module, optim),
+    )
+
+
+def moment_numbers(module: nn.Module, optim: OptimConfig) -> int:
+    """AdamW keeps two for each trained number, Muon one (train/optimiser.py says which is whose)."""
+    kept = 0
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            muon = optim.name == "muon" and p.ndim == 2 and "head" not in name and "embed" not in name
+            kept += p.numel() * (1 if muon else 2)
+    return kept
+
+
+def capture_of(work: Work, built: Built) -> tuple[int, int]:
+    """Of the pass that captures states: bytes that it holds beside the weights, and operations of all of them."""
+    run = work.run
+    assert isinstance(run, TrainConfig)
+    length = min(run.data.max_length, run.batch.row_length)
+    rows = max(run.states.batch_tokens // length, 1)
+    outline = Outline()
+    with outline, torch.no_grad():
+        with outline.counted_as("target"):
+            target = outline_target(work.config, run.target.name, run.target.dtype)
+        outline.measure()
+        held = outline.peak
+        ids_BT, positions_BT = torch.zeros(rows, length, dtype=torch.int64), torch.arange(length).expand(rows, length)
+        out = target.forward(ids_BT, positions_BT, taps=built.taps)
+        states = [x for x in (out.taps_BTPD, out.last_hidden_BTD) if x is not None]
+        by_pass = outline.flops
+        if work.config.vocab_size:
+            target.head(out.last_hidden_BTD.flatten(0, 1)[:HEAD_ROWS]).float().logsumexp(-1)
+        by_row = (outline.flops - by_pass) / min(HEAD_ROWS, rows * length)
+        peak = outline.peak - held
+        del out, states
+    tokens = (work.text.tokens or 0) + work.text.heldout
+    return peak, round(tokens * (by_pass / (rows * length) + by_row * work.text.supervised))
+
+
+def moments_of(
+    work: Work,
+    numbers: Numbers,
+    step: Step,
+    engine: Engine,
+    placement: Placement,
+    capture_pass: int,
+    one_memory: bool,
+) -> dict[str, list[Term]]:
+    training = device_memory(numbers, step.parts, engine, placement, work.world, step.kept)
+    moments = {"training": training}
+    if one_memory:
+        moments["saving"] = saving_memory(training, numbers)
+    if capture_pass and placement != "absent":
+        run = work.run
+        assert isinstance(run, TrainConfig)
+        threads = len(os.sched_getaffinity(0)) if one_memory and hasattr(os, "sched_getaffinity") else 1
+        formula = f"a pass of {run.states.batch_tokens:,} tokens (states.batch_tokens)"
+        formula += f" x {threads} threads, each with a shard" if one_memory else ""
+        shard = 2 * SHARD_TOKENS * step.token_bytes if one_memory else 0
+        own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.world)
+        drafter = [t for t in training if t.name == "drafter"] if one_memory else []
+        moments["capture"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
+    return moments
+
+
+def disk_of(work: Work, built: Built, numbers: Numbers) -> Disk | None:
+    run, text = work.run, work.text
+    if text.tokens is None:
+        return None
+    each = built.token_bytes
+    rows = ROW_BYTES * text.tokens if built.stored else 0
+    dtype = DTYPES[run.target.dtype].itemsize
+    model = sum(p.numel() for p in built.target.model.parameters())
+    export = dtype * model if isinstance(run, ConsistencyRun) else 4 * numbers.trained
+    if isinstance(run, TrainConfig):
+        export = dtype * numbers.trained + numbers.fixed_bytes
+    heldout = text.heldout * (each + ROW_BYTES) if built.stored else 0
+    return Disk(text.tokens * each, rows + heldout, checkpoint_bytes(numbers), run.save.keep + 1, export)
+
+
+def notes_of(run: RunConfig) -> tuple[str, ...]:
+    notes = []
+    if getattr(run, "init_from", None) and not isinstance(run, TrainConfig):
+        notes.append("init_from is not read: adapters are taken to be those of the recipe")
+    drafter = getattr(run, "drafter", None)
+    if getattr(drafter, "live", False) or getattr(run, "method", None) == "on_policy":
+        notes.append("texts that the model writes itself cost passes that are not counted")
+    if run.budget.minutes is not None:
+        notes.append("budget.minutes: steps depend on the machine")
+    return tuple(notes)
