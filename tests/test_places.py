@@ -381,8 +381,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted-secret-value")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    fs.mkdir("bucket")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    fsspec.filesystem("s3").mkdir("bucket")
     yield "s3://bucket/states"
     server.stop()
 
@@ -416,7 +416,7 @@ def test_capture_and_training_share_nothing_but_an_s3_store(
     ]
     done = run("capturer", "-m", "draftsmith.cli", "capture", "--out", f"{s3}/train", *flags)
     assert done.returncode == 0, done.stderr
-    assert not list((tmp_path / "capturer/cache").rglob("*.safetensors"))
+    assert not list((tmp_path / "capturer/cache").rglob("*.tmp"))
 
     fs = fsspec.filesystem("s3", skip_instance_cache=True)
 
@@ -453,5 +453,6 @@ def test_capture_and_training_share_nothing_but_an_s3_store(
         Store(f"{s3}/train", tmp_path / "cache").write("index.json", lambda path: path.write_text("{}"))
     monkeypatch.setattr(places, "TRIES", 2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    type(fs).clear_instance_cache()
     with pytest.raises(ConnectionError, match=r"^s3://bucket/gone cannot be listed after 2 tries \(Could not connect"):
         Store("s3://bucket/gone", tmp_path / "cache").sizes()
