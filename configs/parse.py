@@ -10,6 +10,7 @@ settings as YAML that parses to the same settings. Tests: `pytest tests/test_con
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 import typing
@@ -111,10 +112,10 @@ def split_tokens(
     argv: Sequence[str], positional: Sequence[str], keys: Mapping[str, Any]
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """(recipe paths, (key, value) pairs) of a command line: `--key value`, `--key=value`, `key=value`, `--flag`, and
-    positional values, which take the names in `positional` in order."""
+    positional values, which take the names in `positional` in order; one whose type is a tuple takes all that are left."""
     recipes: list[str] = []
     pairs: list[tuple[str, str]] = []
-    names, i = list(positional), 0
+    names, many, i = list(positional), list[str](), 0
     while i < len(argv):
         token, i = argv[i], i + 1
         name, has_value, value = token.removeprefix("--").partition("=")
@@ -129,6 +130,9 @@ def split_tokens(
                 else:
                     value, i = argv[i], i + 1
         elif names and not (has_value and name in keys):
+            if typing.get_origin(keys.get(names[0])) is tuple:
+                many.append(token)
+                continue
             name, value = names.pop(0), token
         elif not has_value:
             raise UsageError(f"unexpected argument {token!r}; settings are written --key value or key=value")
@@ -136,6 +140,8 @@ def split_tokens(
             recipes.append(value)
         else:
             pairs.append((name, value))
+    if many:
+        pairs.append((names[0], json.dumps(many)))
     return recipes, pairs
 
 
@@ -223,7 +229,9 @@ def parse(
         check_key(name, keys, "the command line")
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    usage = f"{prog} {' '.join(f'<{p}>' for p in positional)} [--config FILE] [key=value ...]"
+    several = [p for p in positional if typing.get_origin(keys.get(p)) is tuple]
+    places = " ".join(f"<{p}> ..." if p in several else f"<{p}>" for p in positional)
+    usage = f"{prog} {places} [--config FILE] [key=value ...]"
     parser = jsonargparse.ArgumentParser(prog=prog, usage=usage, description=description, exit_on_error=False)
     parser.add_argument(
         "--config", action="config", help="YAML recipe; later files and key=value override earlier ones."
@@ -292,9 +300,7 @@ def guarded(main: Callable[[], int | None]) -> int:
         return 130
     except Exception as error:
         text = f"{type(error).__name__}: {one_line(error)}"
-        if isinstance(error, Failure):
-            text = one_line(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        say_error(f"{text} (DRAFTSMITH_TRACEBACK=1 shows where)", 1)
+        say_error(one_line(error) if isinstance(error, Failure) else f"{text} (DRAFTSMITH_TRACEBACK=1 shows where)", 1)
         return 1

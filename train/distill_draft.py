@@ -54,6 +54,7 @@ from draftsmith.train.script import (
     target_of,
     write_run_file,
 )
+from draftsmith.train.utilisation import flops_per_token
 
 SCRIPT = "distill_draft.py"
 
@@ -135,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heldout=heldout,
         heldout_states_of=heldout_states_of,
         probe=speculative_probe(target, prompts, config) if prompts else None,
+        flops_per_token=flops_per_token(config, target, stream, accelerator, say),
     )
     code = how_it_ended(config, summary, say)
     if code is not None:

@@ -32,6 +32,7 @@ from .checkpoint import State
 from .optimiser import lr_factor, make_optimisers, set_lr
 from .runlog import RunLog, duration
 from .stream import Stream, sample_ids
+from .timing import StepClock
 
 SPIKE = 5.0  # a step whose loss exceeds this multiple of the running median is skipped
 MEDIAN_OF = 101  # steps in the running median
@@ -145,12 +146,14 @@ def train(
     probe: Callable[[nn.Module, Callable[[], bool]], dict[str, float]] | None = None,
     evaluate_first: bool = False,
     judge: Judge = by_run_length,
+    flops_per_token: float | None = None,
 ) -> Summary:
     """Train `drafter` until the budget is used, a signal or the judge ends it, or too many steps in a row had to be skipped.
 
     `states_of` gives the target's states of a batch. `heldout`: batches of held-out conversations, the same list in
     every process. `probe(drafter, stop)`: a real run of the decoder, on the main process. `evaluate_first`: figures of step 0
     too (`state.first`), what a run is to be held against. `judge(state, figures)`: which step is best, and whether to go on.
+    `flops_per_token`: what a step multiplies, for the log (train/utilisation.py).
     Every process calls this.
     Raises ValueError when the run folder holds a run with other settings, RuntimeError after MAX_SKIPS skips in a row.
     """
@@ -186,9 +189,12 @@ def train(
     summary = Summary(state)
     last_save, rate = time.monotonic(), 0.0
     logged: dict[str, tuple[float, float]] = {}
-    with RunLog(folder, config, accelerator, state.step) as log, Stop() as stop:
+    clock = StepClock(accelerator, flops_per_token)
+    with RunLog(folder, config, accelerator, state.step, state.skipped) as log, Stop() as stop:
         for name in damaged:
             log.write("note", state.step, {"damaged": name}, f"checkpoint {name} is incomplete or damaged, passed over")
+        if accelerator.is_main_process:
+            checkpoint.set_aside(folder / "checkpoints", damaged)
         if start is not None:
             log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
 
@@ -203,15 +209,16 @@ def train(
             """Held-out figures and probe; the same in every process. A signal makes all of it nothing: the next launch
             measures again."""
             rng, found = checkpoint.rng_state(), dict[str, dict[str, float]]()
-            for kind in kinds:
-                if kind == "heldout":
-                    found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
-                    continue
-                figures: dict[str, float] = {}
-                if probe is not None and accelerator.is_main_process:
-                    figures = probe(drafter, stop.asked)
-                    drafter.train()
-                found[kind] = engine.shared(accelerator, figures)
+            with engine.whole(drafter.parameters()):
+                for kind in kinds:
+                    if kind == "heldout":
+                        found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                        continue
+                    figures: dict[str, float] = {}
+                    if probe is not None and accelerator.is_main_process:
+                        figures = probe(drafter, stop.asked)
+                        drafter.train()
+                    found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
             if stopped:
                 checkpoint.set_rng_state(rng)
@@ -253,6 +260,7 @@ def train(
         while True:
             # 3. Held-out figures and the probe of the step that was taken (here, so that those which a signal cut are made
             #    by the next launch), and what the judge says to them.
+            clock.mark(None)
             if state.window >= stream.windows(state.epoch):
                 state.epoch, state.window = state.epoch + 1, 0
             used = budget_used(config.budget, state, total_steps)
@@ -261,6 +269,7 @@ def train(
 
             # 4. The window of the next step; its counts over all processes, before any loss.
             began = time.monotonic()
+            clock.mark("data")
             signs.at(f"step {state.step + 1}")
             state.done = used >= 1.0
             stop_here = config.budget.stop_at is not None and state.step >= config.budget.stop_at
@@ -270,6 +279,7 @@ def train(
             save_due = accelerator.is_main_process and time.monotonic() - last_save > config.save.minutes * 60
             save_due |= rolling is not None and rolling.due(state.epoch, state.window)
             unready = rolling is not None and not rolling.ready(state.epoch, state.window)
+            clock.mark("update")  # here: what processes tell each other
             sums = engine.total(
                 accelerator,
                 [
@@ -280,6 +290,7 @@ def train(
                     float(unready),
                 ],
             )
+            clock.mark(None)
             counts, (tokens, stopped, due, waiting) = dict(zip(names, sums[:-4], strict=True)), sums[-4:]
 
             # 5. Save at rest: between steps, where a few integers say all. The end of the budget always saves.
@@ -312,13 +323,18 @@ def train(
                 if bad:
                     break
                 last = i == len(batches) - 1
+                clock.mark("target")
                 with torch.no_grad():
                     if rewrite is not None:  # on-policy methods: own samples, before the target reads them
-                        batch = rewrite(batch, min(used, 1.0))
+                        with engine.whole(drafter.parameters()):
+                            batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
+                clock.mark("drafter")
                 with accelerator.no_sync(model) if not last else nullcontext():
                     part, pairs = model(batch, target_out, min(used, 1.0), counts)
+                    clock.mark("update")
                     share, stopped = engine.total(accelerator, [float(part.detach()), float(stop.signal)])
+                    clock.mark("drafter")
                     loss += share
                     bad = "stopped" if stopped else wrong(loss, state)
                     if not bad:
@@ -326,6 +342,7 @@ def train(
                 add(metrics, {name: (float(value), float(count)) for name, (value, count) in pairs.items()})
 
             # 8. Update, or skip: count it, name its samples, and give up when nothing else comes.
+            clock.mark("update")
             if bad == "stopped":
                 engine.discard(accelerator, model, optimisers)
                 checkpoint.set_rng_state(rng)
@@ -347,6 +364,8 @@ def train(
                 state.first_median = statistics.median(state.losses)
             (rate,) = engine.total(accelerator, [time.monotonic() - began if accelerator.is_main_process else 0.0])
             state.seconds += rate  # the main process's clock decides: budgets must end everywhere in the same step
+            clock.mark(None)
+            clock.step_taken(tokens, rate)
 
             # 9. Say how it goes.
             add(logged, metrics)
@@ -357,12 +376,13 @@ def train(
                 figures = values(engine.total_pairs(accelerator, logged))
                 logged = {}
                 figures |= {"loss": loss, "lr": lr, "grad_norm": norm, "epoch": state.epoch, "tokens": state.tokens}
-                figures |= {"tokens_per_second": tokens / rate, "seconds": state.seconds, "skipped": state.skipped}
+                figures |= {"seconds": state.seconds, "skipped": state.skipped} | clock.figures()
                 text = (
                     f"step {state.step}  loss {loss:.4f}  lr {lr:.2e}  {tokens / rate:.0f} tok/s  {duration(left)} left"
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
         signs.watched(False)
+    engine.put_together(drafter)
     return summary
 
 
