@@ -28,6 +28,8 @@ from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
 from draftsmith.data.encode import Sample, encode_all, prompt_ids
 from draftsmith.data.packing import collate
+from draftsmith.data.places import Place, inside, place_of
+from draftsmith.data.rolling import open_rolling, reading_order
 from draftsmith.data.states import StateStore
 from draftsmith.inference.capture import capture, state_fields
 from draftsmith.inference.export import export
@@ -120,11 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if accelerator.is_main_process:
         write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
-    samples, states_of = states(config, target, drafter, samples, folder, "train", accelerator)
-    heldout_samples, heldout_states_of = states(
+    samples, states_of, store = states(config, target, drafter, samples, folder, "train", accelerator)
+    heldout_samples, heldout_states_of, _ = states(
         config, target, drafter, heldout_samples, folder, "heldout", accelerator
     )
-    stream = make_stream(config, samples, accelerator)
+    stream = make_stream(config, samples, accelerator, store)
     absent = target.placement == "absent"
     if absent and heldout_talks:
         say("no probe: it decodes with the target, whose layers are absent")
@@ -193,9 +195,9 @@ def build_drafter(config: TrainConfig, target: Target, samples: Sequence[Sample]
     return drafter.float(), coverage(counts_V, draft_ids_W)
 
 
-def states_folder(config: TrainConfig, folder: Path) -> Path:
+def states_place(config: TrainConfig, folder: Path) -> Place:
     """Where captured states are."""
-    return Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
+    return place_of(config.states.folder or folder / "states", config.states.cache, config.states.cache_gb)
 
 
 def captured_from(config: TrainConfig, folder: Path) -> str | None:
@@ -203,7 +205,7 @@ def captured_from(config: TrainConfig, folder: Path) -> str | None:
     if config.target.placement != "absent":
         return None
     try:
-        store = StateStore(states_folder(config, folder) / "train")
+        store = StateStore(inside(states_place(config, folder), "train"))
     except ValueError as error:
         raise ValueError(
             f"target.placement=absent reads states captured before: {error}; name their folder, which holds `train` and "
@@ -223,23 +225,27 @@ def states(
     folder: Path,
     split: str,
     accelerator: Accelerator,
-) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
-    """The usable samples, and a function that gives the target's states of a batch of them."""
+) -> tuple[list[Sample], Callable[[Batch], TargetOut], StateStore | None]:
+    """The usable samples, a function that gives the target's states of a batch of them, and where they are stored."""
     if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
-        return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed)
+        return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed), None
     if config.states.source == "captured" and samples:
-        place = states_folder(config, folder) / split
         last_hidden, top_k = config.states.keeps(drafter.loss_needs, getattr(drafter.config, "objective", ""))
-        if target.placement == "absent":
-            kept = config.states.stored, config.states.last_stored
-            fields = state_fields(target, samples, drafter.taps, last_hidden, *kept, top_k)
-            store = StateStore(place, fields, drafter.taps, last_hidden, samples, top_k)
+        kept = (last_hidden, config.states.stored, config.states.last_stored, top_k)
+        place = states_place(config, folder)
+        if config.states.rolling and split == "train":
+            samples = reading_order(samples, config.seed)
+            fields = state_fields(target, samples, drafter.taps, *kept)
+            store = open_rolling(inside(place, split), fields, samples, accelerator.is_main_process)
+        elif target.placement == "absent":
+            fields = state_fields(target, samples, drafter.taps, *kept)
+            store = StateStore(inside(place, split), fields, drafter.taps, last_hidden, samples, top_k)
             refuse_other_states(target, store, samples)
         else:
             store = capture(
                 target,
                 samples,
-                place,
+                inside(place, split),
                 taps=drafter.taps,
                 need_last_hidden=last_hidden,
                 batch_tokens=config.states.batch_tokens,
@@ -255,9 +261,9 @@ def states(
         def stored(batch: Batch) -> TargetOut:
             return dataclasses.replace(store.fill(batch), head=target.head, by_head=target.by_head, embed=target.embed)
 
-        return store.usable(samples), stored
+        return store.usable(samples), stored, store
 
-    return samples, partial(live_states, target, drafter)
+    return samples, partial(live_states, target, drafter), None
 
 
 def speculative_probe(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -208,7 +207,7 @@ def build(work: Work, outline: Outline) -> Built:
             drafter = build_drafter(run, target)
             needs = drafter.loss_needs
             stored = run.states.source == "captured" and not needs <= {"ids"}
-            return Built(target, drafter.train(), drafter.taps, needs, stored)
+            return Built(target, drafter.train(), drafter.taps, needs, stored, run.states)
         module = build_inside(run, target).train()
         return Built(target, module, (), frozenset({"ids"}), False)
 

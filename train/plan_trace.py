@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import Batch, TargetOut
+from ..configs.training import StatesConfig
+from ..data.batch import Batch, Likeliest, TargetOut
+from ..data.formats import handed_out, row_bytes, top_bytes
 from ..models.outline import Held, Outline
 from ..models.target import Target, live_states
 from .loop import LossModule
 
-STORED = torch.bfloat16  # what captured states are kept in
 RENAMED = {("activations", "losses.distill"): "teacher"}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "int64", torch.bool: "bool"}
 
@@ -27,23 +28,34 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
 @dataclass(frozen=True)
 class Built:
     """What a recipe trains, made of shapes: `module` as the loop wants it, and the target's states of a batch. `taps` and
-    `needs` as the drafter's; `stored`: the states were captured before, and no target runs beside the drafter."""
+    `needs` as the drafter's; `stored`: the states were captured before, and no target runs beside the drafter; `states`: how."""
 
     target: Target
     module: Any
     taps: tuple[int, ...]
     needs: frozenset[str]
     stored: bool
+    states: StatesConfig = field(default_factory=StatesConfig)
 
     @property
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
 
     @property
+    def kept(self) -> tuple[bool, int]:
+        """Whether last_hidden is captured, and how many likeliest tokens."""
+        return self.states.keeps(self.needs, getattr(self.module.config, "objective", ""))
+
+    @property
     def token_bytes(self) -> int:
-        """Of the states of one token, as captured."""
-        last = bool({"last_hidden", "teacher"} & self.needs)
-        return (len(self.taps) + last) * self.target.facts.width * STORED.itemsize if self.stored else 0
+        """Of the states of one token, as captured; of likeliest tokens as if every token were supervised."""
+        if not self.stored:
+            return 0
+        facts, states = self.target.facts, self.states
+        last_hidden, top_k = self.kept
+        taps = row_bytes(states.stored, (len(self.taps), facts.width)) if self.taps else 0
+        last = row_bytes(states.last_stored, (facts.width,)) if last_hidden else 0
+        return taps + last + (top_bytes(top_k, facts.vocab) if top_k else 0)
 
 
 @dataclass(frozen=True)
@@ -69,14 +81,18 @@ def states_of(built: Built, batch: Batch) -> TargetOut:
         return TargetOut(**heads)
     if not built.stored:
         return live_states(target, built.module, batch)
-    width, dtype, last = target.facts.width, STORED, bool({"last_hidden", "teacher"} & needs)
-    return TargetOut(
-        torch.zeros(b, t, len(built.taps), width, dtype=dtype) if built.taps else None,
-        torch.zeros(b, t, width, dtype=dtype) if last else None,
+    width, states, (last_hidden, top_k) = target.facts.width, built.states, built.kept
+    out = TargetOut(
+        torch.zeros(b, t, len(built.taps), width, dtype=handed_out(states.stored)) if built.taps else None,
+        torch.zeros(b, t, width, dtype=handed_out(states.last_stored)) if last_hidden else None,
         torch.zeros(b, t),
         torch.full((b, t), -1, dtype=torch.int64),
         **heads,
     )
+    if top_k:
+        ids_BTK = torch.zeros(b, t, min(top_k, target.facts.vocab), dtype=torch.int32)
+        out.likeliest = Likeliest(ids_BTK, torch.zeros(ids_BTK.shape), torch.zeros(b, t))
+    return out
 
 
 def trace(
@@ -104,9 +120,12 @@ def trace(
             outline.measure()
             with outline.counted_as("workspace"), torch.no_grad():
                 out = states_of(built, batch)
-            for x in (out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv)):
-                if x is not None:
-                    outline.move(x, "states")
+            given = (out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv))
+            for state in given:
+                if state is not None:
+                    outline.move(state, "states")
+            for state in () if out.likeliest is None else vars(out.likeliest).values():
+                outline.move(state, "states")
             target_flops = outline.flops
             counts = built.module.denominators(batch, 0.0)
             with outline.counted_as("activations"), nullcontext() if backward else torch.no_grad():

@@ -27,8 +27,10 @@ from ..configs.parse import Failure, guarded, one_line
 from ..configs.runs import RunConfig
 from ..configs.training import TrainConfig, differing
 from ..data.encode import Sample
+from ..data.places import write_atomically
+from ..data.rolling import reading_blocks, shards_of_windows
 from ..data.sources import Conversation, load_conversations
-from ..data.states import data_fingerprint, write_atomically
+from ..data.states import StateStore, data_fingerprint
 from ..inference.card import scrub_values
 from ..inference.exporters.layout import RunFacts
 from ..models.loading import load_target, load_tokenizer
@@ -74,9 +76,17 @@ def conversations(config: RunConfig) -> tuple[list[Conversation], list[Conversat
     return [t for t in talks if id(t) not in names], held
 
 
-def make_stream(config: RunConfig, samples: Sequence[Sample], accelerator: Accelerator) -> Stream:
-    """This process's share of the training data, in the order that the recipe says."""
-    return Stream(
+def make_stream(
+    config: RunConfig, samples: Sequence[Sample], accelerator: Accelerator, store: StateStore | None = None
+) -> Stream:
+    """This process's share of the training data, in the order that the recipe says, or in that of a rolling capture.
+
+    Raises:
+        ValueError: a rolling capture keeps too little for this recipe, or the budget asks for more than one pass.
+    """
+    rolling = None if store is None else store.rolling
+    blocks, shard_of = reading_blocks(samples) if rolling is not None else (None, [])
+    stream = Stream(
         samples,
         row_length=config.batch.row_length,
         rows=config.batch.rows,
@@ -84,7 +94,19 @@ def make_stream(config: RunConfig, samples: Sequence[Sample], accelerator: Accel
         seed=config.seed,
         rank=accelerator.process_index,
         world=accelerator.num_processes,
+        blocks=blocks,
+        rolling=rolling,
     )
+    if rolling is not None:
+        if (config.budget.steps or 0) > stream.windows(0):
+            raise ValueError(
+                f"budget.steps={config.budget.steps} is more than one pass ({stream.windows(0)} steps), and states.rolling "
+                "deletes what was read: set budget.epochs=1, or capture the whole before"
+            )
+        rolling.follow(shards_of_windows(stream.rows_of_epoch(0), stream.rows * stream.accumulate, shard_of))
+    elif store is not None and store.folder.remote:
+        stream.announce = store.coming
+    return stream
 
 
 def target_of(config: RunConfig, accelerator: Accelerator, known_by: str | None = None) -> Target:
