@@ -14,7 +14,6 @@ from torch import Tensor
 from .drafter import TargetFacts
 from .families import family_of, rope_of
 
-
 OUTLINE = "outline"  # fingerprint of a model that has shapes and no values
 
 

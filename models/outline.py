@@ -262,7 +262,9 @@ def load_config(name: str, revision: str | None = None) -> tuple[str, Any]:
     if name == "smollm2" and not (folder / "config.json").is_file():
         return name, AutoConfig.for_model(**SMOLLM2)
     if folder.suffix == ".gguf":
-        raise ValueError(f"target {name!r}: a plan reads a config.json, name a folder that has one (weights are not needed)")
+        raise ValueError(
+            f"target {name!r}: a plan reads a config.json, name a folder that has one (weights are not needed)"
+        )
     where = str(folder) if folder.is_dir() else name
     try:
         raw, _ = PretrainedConfig.get_config_dict(where, revision=revision)

@@ -161,7 +161,9 @@ def refuse_placement(run: RunConfig, placement: Placement) -> None:
     if inside and placement == "absent":
         raise ValueError(f"method {run.method} runs the target in every step: placement=absent is for captured states")
     if "module" in needs and placement == "own":
-        raise ValueError(f"method {run.method} has its weights inside the target: placement=own is for drafters beside it")
+        raise ValueError(
+            f"method {run.method} has its weights inside the target: placement=own is for drafters beside it"
+        )
     if placement == "absent" and isinstance(run, TrainConfig) and run.states.source != "captured":
         raise ValueError("placement=absent needs states.source=captured")
 
@@ -184,11 +186,11 @@ def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
     assert config.room is not None
     room, one = config.room, plan if plan.rows == 1 else make_plan(work, 1, config.engine, config.placement)
     engines: list[Engine] = [config.engine]
-    engines += [e for e in ("zero2", "zero3") if config.world > 1 and e != config.engine]  # type: ignore[misc]
+    engines += [e for e in ("zero2", "zero3") if config.world > 1 and e != config.engine]
     found: list[str] = []
     for place in ("replicated", "sharded", "own", "nf4", "absent"):
         try:
-            refuse_placement(work.run, place)  # type: ignore[arg-type]
+            refuse_placement(work.run, place)
         except ValueError:
             continue
         if place == "sharded" and config.world == 1:
@@ -198,7 +200,7 @@ def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
                 changed = {"placement": place} if place != config.placement else {}
                 changed |= {"engine": engine} if engine != config.engine else {}
                 changed |= {"rows a device": "1"} if of.rows != plan.rows else {}
-                peak = of.again(engine, place).peak  # type: ignore[arg-type]
+                peak = of.again(engine, place).peak
                 if changed and peak <= room:
                     found.append(f"{', '.join(f'{k}={v}' for k, v in changed.items())}: {peak / GB:.2f} GB")
                     break
@@ -255,7 +257,11 @@ def lines(plan: Plan, config: PlanConfig, fits: bool | None, most: int | None, w
         *disk_lines(plan),
         f"FLOPs: {count(plan.step_flops)} a step and device"
         + ("" if plan.capture_flops is None else f", {count(plan.capture_flops)} to capture")
-        + ("" if plan.steps is None else f", {count(plan.step_flops * plan.steps * config.world)} to train {plan.steps:,} steps"),
+        + (
+            ""
+            if plan.steps is None
+            else f", {count(plan.step_flops * plan.steps * config.world)} to train {plan.steps:,} steps"
+        ),
     ]
     out += time_lines(plan, config)
     if fits is not None and config.room is not None:
@@ -266,7 +272,9 @@ def lines(plan: Plan, config: PlanConfig, fits: bool | None, most: int | None, w
         out.append(f"largest micro-batch: {most}{more} rows of {run.batch.row_length:,} tokens a device")
         out += [f"would fit: {way}" for way in ways]
         if fits is False and not ways:
-            out.append("would fit: nothing of engine, placement and one row a device; shorten batch.row_length, or take a larger device")
+            out.append(
+                "would fit: nothing of engine, placement and one row a device; shorten batch.row_length, or take a larger device"
+            )
     out += [f"note: {note}" for note in plan.notes]
     return out
 
@@ -290,7 +298,11 @@ def time_lines(plan: Plan, config: PlanConfig) -> list[str]:
         f"time on {config.world} x {device.name}: capture {hours['capture']:.2f} h, training {hours['training']:.2f} h "
         f"({hours['step_seconds']:.3g} s a step), at {config.share:.0%} of {device.tflops:g} TFLOP/s (assumed, share=...)"
     )
-    cost = [] if config.price is None else [f"cost: {both * config.world * config.price:,.2f} at {config.price:g} a device and hour"]
+    cost = (
+        []
+        if config.price is None
+        else [f"cost: {both * config.world * config.price:,.2f} at {config.price:g} a device and hour"]
+    )
     return [line, *cost]
 
 
@@ -307,6 +319,7 @@ def as_json(plan: Plan, config: PlanConfig, fits: bool | None, most: int | None,
         "memory": {term.name: term.bytes for term in plan.terms},
         "formulas": {term.name: term.formula for term in plan.terms},
         "moment": plan.moment,
+        "moments": {name: total(terms) for name, terms in plan.moments.items()},
         "peak": plan.peak,
         "largest_term": largest(plan.terms).name,
         "largest_tensor": [plan.step.largest_is, plan.step.largest],

@@ -78,12 +78,16 @@ def target_bytes(numbers: Numbers, placement: Placement, devices: int) -> Term:
         return Term("target", whole, f"{each:g} bytes x {numbers.target:,} frozen numbers")
     if placement == "sharded":
         size = share(whole, True, devices) + numbers.layer
-        return Term("target", size, f"{each:g} bytes x {numbers.target:,} / {devices} devices + its largest layer, gathered")
+        return Term(
+            "target", size, f"{each:g} bytes x {numbers.target:,} / {devices} devices + its largest layer, gathered"
+        )
     if placement in ("nf4", "int8"):
         bits = NF4_BITS if placement == "nf4" else INT8_BITS
         kept = whole - int(each * numbers.target_matrices)
         size = kept + int(bits / 8 * numbers.target_matrices)
-        return Term("target", size, f"{bits:g} bits x {numbers.target_matrices:,} numbers of projections + the rest as it is")
+        return Term(
+            "target", size, f"{bits:g} bits x {numbers.target_matrices:,} numbers of projections + the rest as it is"
+        )
     where = "on devices of its own" if placement == "own" else "its states captured before"
     return Term("target", numbers.ends, f"embedding and head alone, which the loss reads; {where}")
 
@@ -105,7 +109,9 @@ def device_memory(
     ]  # fmt: skip
     if split.masters is not None:
         terms.append(
-            Term("engine masters", share(4 * n, split.masters, devices), f"4 bytes x {n:,}{spread(split.masters)} (fp32)")
+            Term(
+                "engine masters", share(4 * n, split.masters, devices), f"4 bytes x {n:,}{spread(split.masters)} (fp32)"
+            )
         )
     kept_gradients = split.gradients and devices > 1
     gradients = share(4 * n, True, devices) if kept_gradients else parts["gradients"]
@@ -118,7 +124,11 @@ def device_memory(
         Term("moments", moments, f"4 bytes x {numbers.moments:,} numbers of the optimiser{spread(split.moments)}"),
         Term("states", parts["states"], "the batch: ids, masks, the target's states of its rows"),
         Term("teacher", parts["teacher"], "the target's logits and their sums"),
-        Term("activations", parts["activations"], f"kept for backward; most of it {kept}" if kept else "kept for backward"),
+        Term(
+            "activations",
+            parts["activations"],
+            f"kept for backward; most of it {kept}" if kept else "kept for backward",
+        ),
         Term("workspace", parts["workspace"], "made and freed within the pass"),
     ]
     return [term for term in terms if term.bytes]
@@ -128,7 +138,10 @@ def saving_memory(terms: Sequence[Term], numbers: Numbers) -> list[Term]:
     """The same while a checkpoint is written, where weights and copies are in one memory (CPUs): no activations."""
     still = [t for t in terms if t.name in ("target", "drafter", "engine masters", "moments", "engine bucket")]
     copies = 4 * (numbers.trained + numbers.moments)
-    return [*still, Term("checkpoint copies", copies, f"4 bytes x ({numbers.trained:,} weights + {numbers.moments:,} moments)")]
+    return [
+        *still,
+        Term("checkpoint copies", copies, f"4 bytes x ({numbers.trained:,} weights + {numbers.moments:,} moments)"),
+    ]
 
 
 def total(terms: Sequence[Term]) -> int:

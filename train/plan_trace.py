@@ -104,9 +104,10 @@ def trace(
             outline.measure()
             with outline.counted_as("workspace"), torch.no_grad():
                 out = states_of(built, batch)
-            for x in (out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv)):
-                if x is not None:
-                    outline.move(x, "states")
+            given = (out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv))
+            for state in given:
+                if state is not None:
+                    outline.move(state, "states")
             target_flops = outline.flops
             counts = built.module.denominators(batch, 0.0)
             with outline.counted_as("activations"), nullcontext() if backward else torch.no_grad():
