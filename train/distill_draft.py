@@ -46,6 +46,7 @@ from draftsmith.train.script import (
     make_stream,
     refuse_other_run,
     run_facts,
+    say_plan,
     silent,
     target_of,
     write_run_file,
@@ -109,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{config.method}: {trained / 1e6:.1f} M trained parameters; draft vocabulary {draft_vocab_text(drafter, covered)}"
     )
 
+    say_plan(config, target, samples, accelerator, say)
     if accelerator.is_main_process:
         write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()

@@ -40,6 +40,7 @@ ENGINES: dict[str, Split] = {
     "zero2": Split(weights=False, masters=True, gradients=True, moments=True, bucket=True),
     "zero3": Split(weights=True, masters=True, gradients=True, moments=True, bucket=True),
 }
+STAGES: tuple[Engine, ...] = ("ddp", "zero1", "zero2", "zero3")  # by ZeRO stage
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def device_memory(
         )
     kept_gradients = split.gradients and devices > 1
     gradients = share(4 * n, True, devices) if kept_gradients else parts["gradients"]
-    note = "" if gradients == 4 * n or kept_gradients else ", those that are there at the peak"
+    note = "" if gradients == 4 * n or kept_gradients else ", as far as they are there when most is held"
     terms.append(Term("gradients", gradients, f"4 bytes x {n:,} trained numbers{spread(kept_gradients)}{note}"))
     if split.bucket and devices > 1:
         terms.append(Term("engine bucket", 4 * BUCKET, f"4 bytes x {BUCKET:,} (reduce_bucket_size)"))
@@ -131,7 +132,7 @@ def device_memory(
         ),
         Term("workspace", parts["workspace"], "made and freed within the pass"),
     ]
-    return [term for term in terms if term.bytes]
+    return [term for term in terms if term.bytes or term.name == "gradients"]
 
 
 def saving_memory(terms: Sequence[Term], numbers: Numbers) -> list[Term]:
@@ -152,17 +153,22 @@ def largest(terms: Sequence[Term]) -> Term:
     return max(terms, key=lambda term: term.bytes)
 
 
-def most_rows(fits: Callable[[int], bool], most: int) -> int:
-    """The largest count of 1 .. `most` that fits (what is larger does not), 0 if none does."""
-    if not fits(1):
+def most_rows(peak: Callable[[int], int], room: float, most: int) -> int:
+    """The largest count of 1 .. `most` whose peak fits the room while one more does not; 0 if none does. Bytes grow about
+    evenly with rows, so that the second guess is nearly always right."""
+    if peak(1) > room:
         return 0
-    low = 1
-    while low < most and fits(min(2 * low, most)):
-        low = min(2 * low, most)
-    high = min(2 * low, most + 1)
+    low, high = 1, most + 1  # fits; does not, or is not looked at
+    guess = 2
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        guess = min(max(guess, low + 1), high - 1)
+        if peak(guess) <= room:
+            low = guess
+        else:
+            high = guess
+        slope = max((peak(low) - peak(1)) / (low - 1) if low > 1 else peak(guess) - peak(1), 1)
+        next_guess = int(low + (room - peak(low)) / slope)
+        guess = next_guess if low < next_guess < high else low + 1 if next_guess <= low else high - 1
     return low
 
 

@@ -37,6 +37,7 @@ from .plan_memory import (
     Term,
     checkpoint_bytes,
     device_memory,
+    largest,
     saving_memory,
     target_bytes,
     total,
@@ -125,6 +126,7 @@ class Work:
     """What is planned: the recipe, its target's config, its data, and how many devices share a micro-batch."""
 
     run: RunConfig
+    name: str
     config: Any
     text: Text
     world: int
@@ -135,7 +137,6 @@ class Plan:
     """`moments`: a device's components at each moment when much is held; the one that holds most is `moment`."""
 
     work: Work
-    target: str
     rows: int
     supervised: int
     numbers: Numbers
@@ -182,7 +183,6 @@ def make_plan(work: Work, rows: int, engine: Engine, placement: Placement, one_m
     capture_pass, capture_flops = capture_of(work, built) if built.stored else (0, None)
     return Plan(
         work,
-        run.target.name,
         rows,
         int(batch.supervised_BT.sum()),
         numbers,
@@ -201,7 +201,7 @@ def build(work: Work, outline: Outline) -> Built:
     """What the recipe's script builds, of shapes."""
     run = work.run
     with outline.counted_as("target"):
-        target = outline_target(work.config, run.target.name, run.target.dtype)
+        target = outline_target(work.config, work.name, run.target.dtype)
     with outline.counted_as("fixed"):
         if isinstance(run, TrainConfig):
             drafter = build_drafter(run, target)
@@ -268,9 +268,9 @@ def capture_of(work: Work, built: Built) -> tuple[int, int]:
     length = min(run.data.max_length, run.batch.row_length)
     rows = max(run.states.batch_tokens // length, 1)
     outline = Outline()
-    with outline, torch.no_grad():
+    with torch.random.fork_rng([]), outline, torch.no_grad():
         with outline.counted_as("target"):
-            target = outline_target(work.config, run.target.name, run.target.dtype)
+            target = outline_target(work.config, work.name, run.target.dtype)
         outline.measure()
         held = outline.peak
         ids_BT, positions_BT = torch.zeros(rows, length, dtype=torch.int64), torch.arange(length).expand(rows, length)
@@ -308,7 +308,7 @@ def moments_of(
         shard = 2 * SHARD_TOKENS * step.token_bytes if one_memory else 0
         own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.world)
         drafter = [t for t in training if t.name == "drafter"] if one_memory else []
-        moments["capture"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
+        moments["capturing"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
     return moments
 
 
@@ -337,3 +337,34 @@ def notes_of(run: RunConfig) -> tuple[str, ...]:
     if run.budget.minutes is not None:
         notes.append("budget.minutes: steps depend on the machine")
     return tuple(notes)
+
+
+def size(number: float) -> str:
+    """Bytes, for people."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number / 1e3:.1f} kB"
+
+
+def count(number: float) -> str:
+    """A large number, for people."""
+    for unit, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if number >= factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number / 1e6:.2f} M"
+
+
+def short_form(work: Work, engine: Engine, one_memory: bool) -> list[str]:
+    """What training scripts say before they start."""
+    rows = math.ceil(work.run.batch.rows / work.world)
+    plan = make_plan(work, rows, engine, "replicated", one_memory)
+    biggest = largest(plan.terms)
+    parts = sorted(plan.terms, key=lambda term: -term.bytes)[:3]
+    disk = f"disk {size(plan.disk.total)}, " if plan.disk else ""
+    steps = f"{plan.steps:,} steps of " if plan.steps else "a step "
+    return [
+        f"plan: {size(plan.peak)} a device when {plan.moment}: {', '.join(f'{t.name} {size(t.bytes)}' for t in parts)}, ...",
+        f"plan: largest term {biggest.name} = {biggest.formula}",
+        f"plan: {disk}{steps}{count(plan.step_flops * work.world)}FLOP (all of it: draftsmith plan RECIPE)",
+    ]

@@ -31,6 +31,7 @@ from .script import (
     make_stream,
     refuse_other_run,
     run_facts,
+    say_plan,
     silent,
     target_of,
     write_run_file,
@@ -86,6 +87,7 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
         say(f"warning: {tuning.warning}")
     if tuning.probe and not heldout_samples:
         say("warning: too few conversations to hold some out: nothing is measured, and any step may be the best one")
+    say_plan(config, target, samples, accelerator, say)
     if accelerator.is_main_process:
         write_run_file(folder, config, script, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
