@@ -56,7 +56,7 @@ class Term:
 class Numbers:
     """What a recipe trains and keeps fixed, in numbers and bytes. `target_matrices`: numbers of the target's that
     quantisation rounds (projections inside the layers); `ends`: bytes of its embedding and head; `layer`: bytes of its
-    largest layer; `moments`: numbers that the optimiser keeps."""
+    largest layer; `moments`: numbers that the optimiser keeps; `head`: numbers of the target's head."""
 
     trained: int
     fixed_bytes: int
@@ -66,6 +66,7 @@ class Numbers:
     ends: int
     layer: int
     moments: int
+    head: int
 
 
 def share(whole: int, divided: bool, devices: int) -> int:
@@ -143,6 +144,14 @@ def saving_memory(terms: Sequence[Term], numbers: Numbers) -> list[Term]:
         *still,
         Term("checkpoint copies", copies, f"4 bytes x ({numbers.trained:,} weights + {numbers.moments:,} moments)"),
     ]
+
+
+def packed_memory(numbers: Numbers) -> Term:
+    """What decoding on a CPU in bf16 adds from the first probe on (models/lean.py)."""
+    packed = numbers.target_matrices + numbers.head
+    return Term(
+        "packed target", 2 * packed, f"2 bytes x {packed:,} numbers of projections and head, in a processor's order"
+    )
 
 
 def total(terms: Sequence[Term]) -> int:

@@ -25,6 +25,7 @@ from ..models import METHODS
 from ..models.adapters import Adapters
 from ..models.block_diffusion import BlockDiffusion, CertaintyForcing
 from ..models.consistency import Consistency
+from ..models.lean import PACK_BYTES, packs
 from ..models.loading import load_tokenizer
 from ..models.on_policy import OnPolicy
 from ..models.outline import Outline, outline_target
@@ -38,6 +39,7 @@ from .plan_memory import (
     checkpoint_bytes,
     device_memory,
     largest,
+    packed_memory,
     saving_memory,
     target_bytes,
     total,
@@ -248,6 +250,7 @@ def numbers_of(built: Built, weights: dict[str, int], optim: OptimConfig) -> Num
         ends=sum(x.numel() * x.element_size() for x in ends.values()),
         layer=max(sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers),
         moments=moment_numbers(built.module, optim),
+        head=target.head_weight.numel(),
     )
 
 
@@ -299,6 +302,10 @@ def moments_of(
     moments = {"training": training}
     if one_memory:
         moments["saving"] = saving_memory(training, numbers)
+        if probes_packed(work.run, numbers):
+            moments["saving"].append(packed_memory(numbers))
+            if work.run.evaluate.probe_every:
+                training.append(packed_memory(numbers))
     if capture_pass and placement != "absent":
         run = work.run
         assert isinstance(run, TrainConfig)
@@ -310,6 +317,13 @@ def moments_of(
         drafter = [t for t in training if t.name == "drafter"] if one_memory else []
         moments["capturing"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
     return moments
+
+
+def probes_packed(run: RunConfig, numbers: Numbers) -> bool:
+    """Whether the probe of a drafter decodes by packed copies of the target's weights, on this CPU."""
+    small = 2 * numbers.target_matrices <= PACK_BYTES
+    drafter = isinstance(run, TrainConfig) and run.evaluate.probe_prompts > 0 and run.evaluate.conversations > 0
+    return drafter and small and packs(torch.zeros(0, dtype=DTYPES[run.target.dtype]))
 
 
 def disk_of(work: Work, built: Built, numbers: Numbers) -> Disk | None:
