@@ -111,7 +111,20 @@ train() {
     choose "$@"
     # Launchers of several processes lose exit codes and bury one-line errors: ask for those first.
     if [[ ${command[0]} != python ]]; then python "$@" --print_config >/dev/null; fi
-    forward "${command[@]}"
+    local errors code=0 line
+    errors="$(mktemp)"
+    DRAFTSMITH_ERRORS="$errors" forward "${command[@]}" || code=$?
+    # What failed first, last of all; the processes that it took along say only that another one is gone.
+    line="$(grep -v -m1 'error: another process of this training is gone' "$errors" || true)"
+    rm -f "$errors"
+    if ((code != 0 && code != 130 && code != 143)); then
+        if [[ -z $line ]]; then
+            line="$code error: a training process died without a word (killed, or the machine is out of memory); the same command goes on from the newest checkpoint"
+        fi
+        [[ ${command[0]} == python && ${line%% *} == "$code" && $code -lt 128 ]] || printf '%s\n' "${line#* }" >&2
+        code="${line%% *}"
+    fi
+    return "$code"
 }
 
 demo() {

@@ -73,8 +73,13 @@ class DiffusionConfig:
     """Seed of initial weights, data order and noise."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation."""
+    engine: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
+    """What processes share (`TrainConfig.engine`); a launch by another engine is refused."""
     processes: int | None = None
     """Processes that must take part; null = whatever the launcher started."""
+    stall_minutes: float = 10.0
+    """Several processes: end the launch, naming the process, when one gives no sign of life or holds the others up for so
+    long; 0 = never."""
     run: str = "runs/diffusion"
     """Run folder: checkpoints/, metrics.jsonl, run.yaml, export/."""
     resume: Literal["auto", "never"] = "auto"

@@ -10,10 +10,12 @@ settings as YAML that parses to the same settings. Tests: `pytest tests/test_con
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,10 @@ Spec = TypeVar("Spec")
 
 class UsageError(ValueError):
     """A command line or recipe that cannot be meant; the message is one line."""
+
+
+class Failure(Exception):
+    """A failure that is nobody's wrong request, told in one line of our own words."""
 
 
 def keys_of(spec: type, sections: Mapping[str, type], prefix: str = "") -> dict[str, Any]:
@@ -106,10 +112,10 @@ def split_tokens(
     argv: Sequence[str], positional: Sequence[str], keys: Mapping[str, Any]
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """(recipe paths, (key, value) pairs) of a command line: `--key value`, `--key=value`, `key=value`, `--flag`, and
-    positional values, which take the names in `positional` in order."""
+    positional values, which take the names in `positional` in order; one whose type is a tuple takes all that are left."""
     recipes: list[str] = []
     pairs: list[tuple[str, str]] = []
-    names, i = list(positional), 0
+    names, many, i = list(positional), list[str](), 0
     while i < len(argv):
         token, i = argv[i], i + 1
         name, has_value, value = token.removeprefix("--").partition("=")
@@ -124,6 +130,9 @@ def split_tokens(
                 else:
                     value, i = argv[i], i + 1
         elif names and not (has_value and name in keys):
+            if typing.get_origin(keys.get(names[0])) is tuple:
+                many.append(token)
+                continue
             name, value = names.pop(0), token
         elif not has_value:
             raise UsageError(f"unexpected argument {token!r}; settings are written --key value or key=value")
@@ -131,6 +140,8 @@ def split_tokens(
             recipes.append(value)
         else:
             pairs.append((name, value))
+    if many:
+        pairs.append((names[0], json.dumps(many)))
     return recipes, pairs
 
 
@@ -218,7 +229,9 @@ def parse(
         check_key(name, keys, "the command line")
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    usage = f"{prog} {' '.join(f'<{p}>' for p in positional)} [--config FILE] [key=value ...]"
+    several = [p for p in positional if typing.get_origin(keys.get(p)) is tuple]
+    places = " ".join(f"<{p}> ..." if p in several else f"<{p}>" for p in positional)
+    usage = f"{prog} {places} [--config FILE] [key=value ...]"
     parser = jsonargparse.ArgumentParser(prog=prog, usage=usage, description=description, exit_on_error=False)
     parser.add_argument(
         "--config", action="config", help="YAML recipe; later files and key=value override earlier ones."
@@ -259,6 +272,16 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(plain(asdict(config)), sort_keys=False)
 
 
+def say_error(text: str, code: int) -> None:
+    """One line on stderr. Launchers of several processes bury it and lose the code: where DRAFTSMITH_ERRORS names a file,
+    both are added there, and `launch.sh` ends with them."""
+    line = f"error: {text}"
+    print(line, file=sys.stderr, flush=True)
+    if place := os.environ.get("DRAFTSMITH_ERRORS"):
+        with suppress(OSError), open(place, "a", encoding="utf-8") as file:
+            file.write(f"{code} {line}\n")
+
+
 def guarded(main: Callable[[], int | None]) -> int:
     """Run a command: its exit code, with one line on stderr in place of a traceback.
 
@@ -270,7 +293,7 @@ def guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except ValueError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        say_error(one_line(error), 2)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -279,5 +302,5 @@ def guarded(main: Callable[[], int | None]) -> int:
         text = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        print(f"error: {text} (DRAFTSMITH_TRACEBACK=1 shows where)", file=sys.stderr)
+        say_error(one_line(error) if isinstance(error, Failure) else f"{text} (DRAFTSMITH_TRACEBACK=1 shows where)", 1)
         return 1

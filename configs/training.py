@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ..data.formats import STORED, TEACHER, TOP_K, Stored
 from ..data.sources import DataConfig
 from .parse import flatten
 
@@ -45,6 +46,31 @@ class StatesConfig:
     """Shared folder of captured states; null = `states/` of the run. Shards of another target or data are refused."""
     batch_tokens: int = 2048
     """Tokens per target forward while capturing."""
+    stored: Stored = STORED
+    """How captured taps are kept: in full, or in about a half (int8) or a quarter (int4) of the bytes of bfloat16."""
+    teacher: Literal["auto", "last_hidden", "top_k"] = "auto"
+    """What captured states keep of the target's predictions: its last hidden states, or its likeliest tokens with their
+    probabilities, which is less; methods that read last hidden states themselves refuse that. auto = what they allow."""
+    last_stored: Stored = "bfloat16"
+    """How captured last hidden states are kept."""
+    top_k: int = TOP_K
+    """How many tokens a top_k teacher names; the others are known by their mass alone."""
+    verify: int = 2
+    """Samples of captured states that are held against a fresh pass of the target before they are trained on."""
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1 or self.verify < 0:
+            raise ValueError(
+                f"states.top_k must be at least 1 and states.verify at least 0, got {self.top_k}, {self.verify}"
+            )
+
+    def keeps(self, needs: frozenset[str], objective: str) -> tuple[bool, int]:
+        """Whether captured states for `loss_needs` hold last_hidden, and how many likeliest tokens (0 = none)."""
+        if not {"last_hidden", "teacher"} & needs:
+            return False, 0
+        able = "last_hidden" not in needs and "topk_ce" not in objective
+        top_k = able and (TEACHER if self.teacher == "auto" else self.teacher) == "top_k"
+        return not top_k, self.top_k if top_k else 0
 
 
 @dataclass(frozen=True)
@@ -95,8 +121,9 @@ class BudgetConfig:
 class OptimConfig:
     """Optimiser and schedule. Matrices decay, vectors (norms, biases) do not."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: torch.optim.Muon (Jordan et al. 2024) for matrices inside the network, AdamW for heads, embeddings, vectors."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """`muon`: torch.optim.Muon (Jordan et al. 2024) for matrices inside the network, AdamW for heads, embeddings, vectors.
+    `sgd`: no moments, no memory; updates are proportional to gradients, which is what tests of exactness need."""
     lr: float = 3e-4
     """Peak learning rate."""
     muon_lr: float = 0.01
@@ -104,6 +131,8 @@ class OptimConfig:
     (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moments (EAGLE's training code, §"Training" of arXiv:2401.15077)."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment (Kingma and Ba, arXiv:1412.6980, algorithm 1)."""
     weight_decay: float = 0.0
     """Decoupled decay (AdamW)."""
     clip: float = 0.5
@@ -118,7 +147,7 @@ class OptimConfig:
     """Final rate as a share of the peak."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (("lr", 0, 10), ("muon_lr", 0, 10), ("clip", 0, 1e9), ("floor", 0, 1)):
+        for name, low, high in (("lr", 0, 10), ("muon_lr", 0, 10), ("eps", 0, 1), ("clip", 0, 1e9), ("floor", 0, 1)):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"optim.{name} must lie in [{low}, {high:g}], got {getattr(self, name)}")
         for name in ("warmup", "decay"):
@@ -221,8 +250,15 @@ class TrainConfig:
     """Seed of initial weights, data order and training noise."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation (slower on GPUs; CPU runs are deterministic anyway)."""
+    engine: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
+    """What processes share: the work alone (`ddp`); moments, too (`zero1`); and gradients (`zero2`); and parameters at rest
+    (`zero3`). Files for `accelerate launch --config_file` are in configs/accelerate; a launch by another engine is refused.
+    auto = whatever the launcher started."""
     processes: int | None = None
     """Processes that must take part; a launch with another number is refused. null = whatever the launcher started."""
+    stall_minutes: float = 10.0
+    """Several processes: end the launch, naming the process, when one gives no sign of life or holds the others up for so
+    long; 0 = never."""
     run: str = "runs/train"
     """Run folder: checkpoints/, metrics.jsonl, run.yaml, export/."""
     resume: Literal["auto", "never"] = "auto"
@@ -239,9 +275,12 @@ FREE_ON_RESUME = (
     "guard",
     "run",
     "resume",
+    "engine",
     "processes",
+    "stall_minutes",
     "states.folder",
     "states.batch_tokens",
+    "states.verify",
 )
 
 
@@ -265,6 +304,8 @@ def check(config: TrainConfig) -> None:
     if config.states.source == "captured" and (unstored := {"module", "kv"} & method.loss_needs):
         why = "gradients through the target" if "module" in unstored else "the target's keys and values"
         raise ValueError(f"method {config.method} needs {why}: set states.source=live")
+    if config.states.source == "captured" and config.states.teacher == "top_k":
+        check_top_k(config)
     if config.states.source == "captured" and getattr(config.drafter, "live", False):
         raise ValueError(
             f"method {config.method} with these settings trains on text of its own: set states.source=live "
@@ -272,9 +313,27 @@ def check(config: TrainConfig) -> None:
         )
 
 
+def check_top_k(config: TrainConfig) -> None:
+    """Raises ValueError where a teacher of its likeliest tokens is not enough."""
+    from ..models import METHODS
+
+    if "last_hidden" in METHODS[config.method].loss_needs:
+        raise ValueError(
+            f"method {config.method} reads the target's last hidden states, states.teacher=top_k keeps none: "
+            "set states.teacher=last_hidden, and states.last_stored=int8 if bytes matter"
+        )
+    if "topk_ce" in getattr(config.drafter, "objective", ""):
+        raise ValueError(
+            f"objective {config.drafter.objective!r}: topk_ce needs all of the target's logits: "
+            "set states.teacher=last_hidden, or write kl"
+        )
+
+
 def check_run(config: Any) -> None:
     """The same for the settings that every training has (`TrainConfig`, `configs.diffusion.DiffusionConfig`)."""
     budget = config.budget
+    if config.stall_minutes < 0:
+        raise ValueError(f"stall_minutes must be at least 0 (0 = never), got {config.stall_minutes}")
     if config.evaluate.conversations < 0:
         raise ValueError(f"evaluate.conversations must be at least 0, got {config.evaluate.conversations}")
     if not config.run:

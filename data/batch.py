@@ -62,8 +62,22 @@ def supervised(batch: Batch, depth: int) -> Tensor:
 
 
 @dataclass
+class Likeliest:
+    """What the target says of the token after each row, without a state of it: its K likeliest ids, best first, the logs
+    of their probabilities, and the mass of all others. Rows without a supervised next token hold zeros."""
+
+    ids_BTK: Tensor  # int32, target ids
+    log_p_BTK: Tensor  # fp32
+    tail_BT: Tensor  # fp32
+
+    def to(self, device: torch.device | str) -> Likeliest:
+        return Likeliest(self.ids_BTK.to(device), self.log_p_BTK.to(device), self.tail_BT.to(device))
+
+
+@dataclass
 class TargetOut:
-    """States of one batch. Only what `loss_needs` asks for is filled.
+    """States of one batch. Only what `loss_needs` asks for is filled; `likeliest` takes the place of `last_hidden_BTD` as
+    a teacher where that was captured.
 
     `taps_BTPD[:, :, i]` is h[taps[i]], the residual stream entering that layer; `last_hidden_BTD` is after the final
     norm. Row t of both is the state of token t: the teacher for the token at t + 1 is `head(last_hidden[t])`.
@@ -78,6 +92,7 @@ class TargetOut:
     embed: Callable[[Tensor], Tensor] | None = None  # Target.embed: ids -> embeddings
     forward: Callable[..., Any] | None = None  # Target.forward, for methods that need `module`
     kv: Any = None  # a Cache that holds the keys and values of all T rows, for methods that need `kv`
+    likeliest: Likeliest | None = None  # comes with `top_BT`
 
     def logits(self, hidden_RD: Tensor, ids: Tensor | None) -> Logits:
         """What the target's head makes of states: not yet formed, where it is linear and `by_head` is given."""

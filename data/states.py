@@ -2,10 +2,12 @@
 
 A folder holds `shard-00000.safetensors`, ... and `index.json`. A shard holds documents one after the other:
 
-    ids int32 [n], taps [n, P, D] and last_hidden [n, D] in the stored dtype, log_z fp32 [n], top int32 [n]
+    ids int32 [n], taps [n, P, D] and last_hidden [n, D] each as stored (formats.py), log_z fp32 [n], top int32 [n],
+    top_k.ids and top_k.log_p [m, K], top_k.tail [m]
 
 `log_z` and `top` are the log-sum-exp and the argmax of the teacher's logits over the whole vocabulary; they are there
-for the rows whose next token is supervised (elsewhere top = -1, log_z = 0). Which samples go into which shard depends
+for the rows whose next token is supervised (elsewhere top = -1, log_z = 0), and `top_k`, which takes the place of
+last_hidden where that is a teacher and no more, has these m rows alone. Which samples go into which shard depends
 on the samples alone, so any number of processes may fill a folder and an interrupted capture goes on where it was.
 The index appears when all shards do. It names what the states belong to (`StateFields`); whoever opens the folder for
 something else is refused with the field that differs. Who needs only some of the samples, such as a recipe with a smaller
@@ -31,37 +33,52 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .batch import Batch, TargetOut
+from .batch import Batch, Likeliest, TargetOut
 from .encode import Sample
+from .formats import CHANNEL, decode, decode_top, handed_out, layout, row_bytes, shard_bytes, top_bytes
 
-FORMAT = 1
+FORMAT = 2
 SHARD_TOKENS = 8192  # at most; small data is cut into about 16 shards, so that several processes share it evenly
 OPEN_SHARDS = 64
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROW_BYTES = 12  # ids, log_z, top
+KEPT = ("taps", "stored", "last_hidden", "last_stored", "top_k")  # of these a folder may hold more than is read
 
 
 @dataclass(frozen=True)
 class StateFields:
-    """What captured states belong to. The first fields must be equal to those of the reader; `taps` and `last_hidden`
-    must hold at least what the reader needs."""
+    """What captured states belong to. The first fields must be equal to those of the reader; of the others a folder
+    must hold at least what the reader needs, in the format it asks for."""
 
     format: int
     target: str  # fingerprint of weights and config
     tokenizer: str
     template: str
     dtype: str  # the target computed in this
-    stored: str  # and its states are kept in this
     length: int  # tokens of the longest sample
     data: str  # over sample ids, token ids and masks
     width: int
+    vocab: int
     taps: tuple[int, ...]
+    stored: str  # how the taps are kept, see formats.py; "none" without taps
     last_hidden: bool
+    last_stored: str  # the same of last_hidden
+    top_k: int  # likeliest ids of the teacher; 0 = not kept
+
+    @property
+    def streams(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Of each stream of states that is kept: how, and its shape [.., D]."""
+        taps = {"taps": (self.stored, (len(self.taps), self.width))} if self.taps else {}
+        return taps | ({"last_hidden": (self.last_stored, (self.width,))} if self.last_hidden else {})
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's states."""
-        return (len(self.taps) + self.last_hidden) * self.width * DTYPES[self.stored].itemsize
+        return sum(row_bytes(*stream) for stream in self.streams.values())
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a shard beside its rows."""
+        return sum(shard_bytes(*stream) for stream in self.streams.values())
 
 
 @dataclass(frozen=True)
@@ -108,10 +125,12 @@ def plan(samples: Sequence[Sample]) -> list[list[Sample]]:
     return shards
 
 
-def estimate(samples: Iterable[Sample], fields: StateFields) -> tuple[int, int]:
-    """Bytes on disk: (states, everything else)."""
-    tokens = sum(len(s) for s in samples)
-    return tokens * fields.token_bytes, tokens * ROW_BYTES
+def estimate(samples: Sequence[Sample], fields: StateFields) -> tuple[int, int]:
+    """Bytes on disk: (states, everything else: ids, log-sums, argmaxes and the likeliest ids)."""
+    tokens, shards = sum(len(s) for s in samples), len(plan(samples))
+    told = sum(int(s.supervised[1:].sum()) for s in samples) if fields.top_k else 0
+    rest = tokens * ROW_BYTES + told * top_bytes(fields.top_k, fields.vocab)
+    return tokens * fields.token_bytes + shards * fields.shard_bytes, rest
 
 
 def check_disk(folder: Path, needed: int) -> None:
@@ -123,7 +142,7 @@ def check_disk(folder: Path, needed: int) -> None:
     if free < needed * 1.01:
         raise ValueError(
             f"states need {needed:,} bytes, {folder.name or folder} has {free:,} free; "
-            "take fewer samples (data.limit), fewer taps, or another disk"
+            "take fewer samples (data.limit), fewer taps, a smaller format (stored: int8, int4), or another disk"
         )
 
 
@@ -170,8 +189,8 @@ def write_shard(
     Raises:
         ValueError: a state is not finite.
     """
-    for name in ("taps", "last_hidden", "log_z"):
-        if name in tensors and not all_finite(tensors[name]):
+    for name, x in tensors.items():
+        if x.is_floating_point() and not all_finite(x):
             raise ValueError(f"{shard_file(number)}: `{name}` holds a value that is not finite")
     meta = {"fields": asdict(fields), "samples": list(samples), "skipped": list(skipped)}
     metadata = {"draftsmith": json.dumps(meta)}
@@ -190,7 +209,7 @@ def read_record(folder: Path, number: int, fields: StateFields) -> ShardRecord |
             meta = json.loads(shard.metadata()["draftsmith"])
     except (FileNotFoundError, SafetensorError, KeyError, TypeError):
         return None
-    _refuse_other(_fields(meta["fields"]), fields, folder, exact=True)
+    _refuse_other(_fields(meta["fields"], folder), fields, folder, exact=True)
     content = path.read_bytes()
     return ShardRecord(
         path.name,
@@ -212,8 +231,8 @@ def write_index(folder: Path, fields: StateFields, shards: Sequence[ShardRecord]
 class StateStore:
     """Captured states of a folder, read straight from mapped files.
 
-    `taps` and `last_hidden` choose what `fill` hands out (None = all that was captured). `expected` are the fields that
-    the run computes for itself, from `samples`: with these, states of more samples than they are will do.
+    `taps`, `last_hidden` and `top_k` choose what `fill` hands out (None = all that was captured). `expected` are the
+    fields that the run computes for itself, from `samples`: with these, states of more samples than they are will do.
 
     Raises:
         ValueError: nothing there, capture not finished, a file changed since, or states of something else.
@@ -226,11 +245,12 @@ class StateStore:
         taps: Sequence[int] | None = None,
         last_hidden: bool | None = None,
         samples: Sequence[Sample] | None = None,
+        top_k: int | None = None,
     ) -> None:
         self.folder = Path(folder)
         try:
             index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
-            self.fields = _fields(index["fields"])
+            self.fields = _fields(index["fields"], self.folder)
             shards = [ShardRecord(**s) for s in index["shards"]]
         except FileNotFoundError:
             found = len(list(self.folder.glob("shard-*.safetensors")))
@@ -253,6 +273,7 @@ class StateStore:
             raise ValueError(f"{self.folder.name}: last_hidden was not captured")
         self.taps = wanted
         self.last_hidden = self.fields.last_hidden if last_hidden is None else last_hidden
+        self.top_k = self.fields.top_k if top_k is None else top_k
         self.skipped = {i: where for shard in shards for i, where in shard.skipped}
         self.bytes = sum(shard.bytes for shard in shards)
         self.tokens = 0
@@ -290,9 +311,14 @@ class StateStore:
             ValueError: a sample is not there, has other token ids, or a shard changed or holds a non-finite value.
         """
         b, t = batch.ids_BT.shape
-        dtype, width = DTYPES[self.fields.stored], self.fields.width
-        taps_BTPD = torch.zeros(b, t, len(self.taps), width, dtype=dtype) if self.taps else None
-        last_hidden_BTD = torch.zeros(b, t, width, dtype=dtype) if self.last_hidden else None
+        fields, width, taps_BTPD, last_hidden_BTD, likeliest = self.fields, self.fields.width, None, None, None
+        if self.taps:
+            taps_BTPD = torch.zeros(b, t, len(self.taps), width, dtype=handed_out(fields.stored))
+        if self.last_hidden:
+            last_hidden_BTD = torch.zeros(b, t, width, dtype=handed_out(fields.last_stored))
+        if self.top_k:
+            ids_BTK = torch.zeros(b, t, min(self.top_k, fields.vocab), dtype=torch.int32)
+            likeliest = Likeliest(ids_BTK, torch.zeros(ids_BTK.shape), torch.zeros(b, t))
         log_z_BT = torch.zeros(b, t)
         top_BT = torch.full((b, t), -1, dtype=torch.int64)
         samples_BT, ids_BT = batch.samples_BT.cpu(), batch.ids_BT.cpu()
@@ -306,12 +332,13 @@ class StateStore:
                     if not torch.equal(shard.get_slice("ids")[begin:end].long(), ids_BT[row, to]):
                         raise ValueError(f"{self.folder.name}: sample {sample} was captured with other token ids")
                     if taps_BTPD is not None:
-                        stored = shard.get_slice("taps")[begin:end]
-                        taps_BTPD[row, to] = stored if self._columns is None else stored[:, self._columns]
+                        taps_BTPD[row, to] = self._read(shard, "taps", begin, end)
                     if last_hidden_BTD is not None:
-                        last_hidden_BTD[row, to] = shard.get_slice("last_hidden")[begin:end]
+                        last_hidden_BTD[row, to] = self._read(shard, "last_hidden", begin, end)
                     log_z_BT[row, to] = shard.get_slice("log_z")[begin:end]
                     top_BT[row, to] = shard.get_slice("top")[begin:end].long()
+                    if likeliest is not None:
+                        _put_likeliest(likeliest, shard, row, at, begin, end)
                 at += n
         device = batch.ids_BT.device
         return TargetOut(
@@ -319,7 +346,18 @@ class StateStore:
             last_hidden_BTD=None if last_hidden_BTD is None else last_hidden_BTD.to(device),
             log_z_BT=log_z_BT.to(device),
             top_BT=top_BT.to(device),
+            likeliest=None if likeliest is None else likeliest.to(device),
         )
+
+    def _read(self, shard: Any, name: str, begin: int, end: int) -> Tensor:
+        """The rows begin..end of a stream, decoded."""
+        stored, shape = self.fields.streams[name]
+        parts = {part: shard.get_slice(name + part)[begin:end] for part in layout(stored, 0, shape) if part != CHANNEL}
+        if CHANNEL in layout(stored, 0, shape):
+            parts[CHANNEL] = shard.get_tensor(name + CHANNEL)[None]
+        if name == "taps" and self._columns is not None:
+            parts = {part: x[:, self._columns] for part, x in parts.items()}
+        return decode(parts, stored)
 
     def _refuse_stranger(self, sample: Sample) -> None:
         """Raise unless this very sample was captured: its ids, and which of them are supervised."""
@@ -358,7 +396,8 @@ class StateStore:
             raise ValueError(f"{self.folder.name}/{record.file} cannot be read: {error}") from None
         if number not in self._checked:
             for name in shard.keys():  # noqa: SIM118, not a dict
-                if name in ("taps", "last_hidden", "log_z") and not all_finite(shard.get_tensor(name)):
+                tensor = shard.get_tensor(name)
+                if tensor.is_floating_point() and not all_finite(tensor):
                     raise ValueError(f"{self.folder.name}/{record.file}: `{name}` holds a value that is not finite")
             if zlib.crc32(path.read_bytes()) != record.crc32:
                 raise ValueError(f"{self.folder.name}/{record.file} has changed since it was written")
@@ -366,18 +405,29 @@ class StateStore:
         return shard
 
 
-def _fields(raw: dict[str, Any]) -> StateFields:
+def _put_likeliest(out: Likeliest, shard: Any, row: int, at: int, begin: int, end: int) -> None:
+    """The likeliest ids of the rows begin..end of a shard, into those of `row` from `at` on that have any."""
+    told_n = shard.get_slice("top")[:end] >= 0
+    first, last = int(told_n[:begin].sum()), int(told_n.sum())
+    places = at + told_n[begin:].nonzero()[:, 0]
+    parts = {part: shard.get_slice("top_k" + part)[first:last] for part in (".ids", ".log_p", ".tail")}
+    out.ids_BTK[row, places], out.log_p_BTK[row, places], out.tail_BT[row, places] = decode_top(parts)
+
+
+def _fields(raw: dict[str, Any], folder: Path) -> StateFields:
     if raw.get("format") != FORMAT:
-        raise ValueError(f"states of format {raw.get('format')!r}; this version reads {FORMAT}. Capture them again")
+        raise ValueError(
+            f"{folder.name} holds states of another format: {raw.get('format')} there, {FORMAT} here; "
+            "capture into another folder, or delete this one"
+        )
     return StateFields(**{**raw, "taps": tuple(raw["taps"])})
 
 
 def _refuse_other(found: StateFields, expected: StateFields, folder: Path, exact: bool) -> None:
-    """Raise on the first field that differs; `taps` and `last_hidden` may hold more unless `exact`."""
+    """Raise on the first field that differs; a folder may hold more than the reader needs unless `exact`."""
     for name, want in asdict(expected).items():
         have = getattr(found, name)
-        enough = have == want if exact or name not in ("taps", "last_hidden") else _covers(have, want)
-        if not enough:
+        if not (have == want or (not exact and name in KEPT and _covers(have, want))):
             raise ValueError(
                 f"{folder.name} holds states of another {name}: {_short(have)} there, {_short(want)} here; "
                 "capture into another folder, or delete this one"
@@ -385,7 +435,8 @@ def _refuse_other(found: StateFields, expected: StateFields, folder: Path, exact
 
 
 def _covers(have: Any, want: Any) -> bool:
-    return set(want) <= set(have) if isinstance(want, tuple | list) else bool(have) or not want
+    """More taps than are wanted, and anything where nothing is."""
+    return set(want) <= set(have) if isinstance(want, tuple | list) else not want or want == "none"
 
 
 def _short(value: Any) -> str:

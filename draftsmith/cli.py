@@ -41,6 +41,7 @@ COMMANDS = {
     "rollout": Command("let a target answer prompts, for training data", "inference.rollout", "run_rollout"),
     "capture": Command("store a target's states as shards", "inference.capture", "run_capture"),
     "plan": Command("memory, disk, time and cost of a recipe, before it runs", "train.plan", "run_plan", ("recipe",)),
+    "report": Command("make an HTML page of training runs", "inference.run_report", "run_report", ("runs",)),
     "masks": Command("show which tokens of the data are trained on", "inference.masks", "run_masks"),
     "check": Command("replay an export against the trainer's logits", "inference.check", "run_check", ("export",)),
     "push": Command("upload an export to the Hub", "inference.push", "run_push", ("export", "repo")),

@@ -8,6 +8,7 @@ interrupted capture goes on at the shard it was in.
 
     draftsmith capture --target smollm2 --out states --taps '[2, 15, 27]'
     draftsmith capture --target smollm2 --out states --dry_run true      # bytes only
+    draftsmith capture --target smollm2 --out states --stored int8 --last_hidden false --top_k 64
 
 Tested by `pytest tests/test_capture.py`.
 """
@@ -29,10 +30,10 @@ from rich.console import Console
 from torch import Tensor
 
 from ..data.encode import Sample, encode_all
+from ..data.formats import DTYPES, STORED, TEACHER, TOP_K, Stored, encode, encode_top, top_layout
 from ..data.packing import collate
 from ..data.sources import DataConfig, load_conversations
 from ..data.states import (
-    DTYPES,
     FORMAT,
     ShardRecord,
     StateFields,
@@ -52,6 +53,7 @@ from ..models.eagle3 import default_taps
 from ..models.loading import load_target
 from ..models.target import Target
 from .progress import progress_bar
+from .verify_states import verify_states
 
 HEAD_ROWS = 256  # rows of full-vocabulary logits held at once
 
@@ -68,16 +70,23 @@ class CaptureConfig:
     """Commit or tag of a hub id."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision the target computes in."""
-    stored: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision its states are kept in."""
+    stored: Stored = STORED
+    """How taps are kept: in full, or about a half (int8) or a quarter (int4) of the bytes of bfloat16."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` = a GPU if there is one."""
     data: DataConfig = field(default_factory=DataConfig)
     """Conversations to run over."""
     taps: tuple[int, ...] | None = None
     """States h[k] to keep (k = the layer they enter); null = those that EAGLE-3 reads by default."""
-    last_hidden: bool = True
-    """Keep the state after the final norm (Medusa, Hydra, EAGLE-1 and every teacher need it)."""
+    last_hidden: bool = TEACHER == "last_hidden"
+    """Keep the state after the final norm: Medusa, Hydra, EAGLE-1 and Falcon read it, and it is a teacher for all."""
+    last_stored: Stored = "bfloat16"
+    """How that is kept."""
+    top_k: int = TOP_K if TEACHER == "top_k" else 0
+    """Keep so many of the likeliest next tokens instead, with their probabilities, as a teacher for methods that read no
+    last_hidden; 0 = none."""
+    verify: int = 2
+    """Samples of the finished folder that are held against a fresh pass of the target."""
     batch_tokens: int = 2048
     """Tokens per forward pass."""
     threads: int | None = None
@@ -100,14 +109,24 @@ class CaptureConfig:
             raise ValueError(f"threads = {self.threads}: give a positive count, or null for one per core")
         if self.batch_tokens < 1:
             raise ValueError(f"batch_tokens = {self.batch_tokens}: give a positive count")
+        if self.top_k < 0 or self.verify < 0:
+            raise ValueError(f"top_k = {self.top_k}, verify = {self.verify}: give counts, 0 = none")
+        if not self.last_hidden and not self.top_k and not self.taps:
+            raise ValueError("nothing to keep: give taps, last_hidden=true or top_k")
         if not 0 <= self.max_skipped <= 1:
             raise ValueError(f"max_skipped = {self.max_skipped}: give a share between 0 and 1")
 
 
 def state_fields(
-    target: Target, samples: Sequence[Sample], taps: Sequence[int], last_hidden: bool, stored: str = "bfloat16"
+    target: Target,
+    samples: Sequence[Sample],
+    taps: Sequence[int],
+    last_hidden: bool,
+    stored: str = "bfloat16",
+    last_stored: str | None = None,
+    top_k: int = 0,
 ) -> StateFields:
-    """What states of these samples belong to; compare with those of a folder."""
+    """What states of these samples belong to; compare with those of a folder. `last_stored` None = as `stored`."""
     if list(taps) != sorted(set(taps)):
         raise ValueError(f"taps {list(taps)} must be distinct and ascending")
     return StateFields(
@@ -116,12 +135,15 @@ def state_fields(
         tokenizer=target.facts.tokenizer_hash or "none",
         template=text_fingerprint(target.tokenizer.chat_template and target.tokenizer.get_chat_template()),
         dtype=str(target.dtype).removeprefix("torch."),
-        stored=stored,
         length=max(len(s) for s in samples),
         data=data_fingerprint(samples),
         width=target.facts.width,
+        vocab=target.facts.vocab,
         taps=tuple(target.check_taps(taps)),
+        stored=stored if taps else "none",
         last_hidden=last_hidden,
+        last_stored=(last_stored or stored) if last_hidden else "none",
+        top_k=top_k,
     )
 
 
@@ -135,24 +157,29 @@ def capture(
     progress: bool = True,
     *,
     stored: str = "bfloat16",
+    last_stored: str | None = None,
+    top_k: int = 0,
+    verify: int = 0,
     threads: int | None = None,
     rank: int = 0,
     world: int = 1,
     max_skipped: float = 0.01,
 ) -> StateStore:
-    """Capture what is not there yet and open the store.
+    """Capture what is not there yet, open the store, and hold `verify` samples of it against a fresh pass.
 
     With `world` > 1 every rank calls this, takes every `world`-th missing shard, and gets the store when all shards are
     there. `threads`: see `CaptureConfig`.
 
     Raises:
-        ValueError: the folder holds states of something else, too little disk space (before the first forward pass),
-            or too many samples whose states are not finite.
+        ValueError: the folder holds states of something else, by its fields or by what it says of a sample; too little
+            disk space (before the first forward pass); or too many samples whose states are not finite.
     """
     folder = Path(folder)
-    fields = state_fields(target, samples, taps, need_last_hidden, stored)
+    fields = state_fields(target, samples, taps, need_last_hidden, stored, last_stored, top_k)
     if (folder / "index.json").exists():
-        return StateStore(folder, fields, taps=taps, last_hidden=need_last_hidden, samples=samples)
+        store = StateStore(folder, fields, taps, need_last_hidden, samples, top_k)
+        verify_states(target, store, samples, verify)
+        return store
     shards = plan(samples)
     todo = [k for k in range(len(shards)) if read_record(folder, k, fields) is None]
     check_disk(folder, sum(estimate([s for k in todo for s in shards[k]], fields)))
@@ -167,7 +194,9 @@ def capture(
         raise ValueError(f"{folder.name}: {broken[0]} cannot be read; capture again, it will be written anew")
     _check_skipped([r for r in records if r is not None], len(samples), max_skipped)
     write_index(folder, fields, [r for r in records if r is not None])
-    return StateStore(folder, fields, taps=taps, last_hidden=need_last_hidden)
+    store = StateStore(folder, fields, taps, need_last_hidden, top_k=top_k)
+    verify_states(target, store, samples, verify)
+    return store
 
 
 def run_capture(cfg: CaptureConfig) -> None:
@@ -181,11 +210,13 @@ def run_capture(cfg: CaptureConfig) -> None:
     samples, report = encode_all(conversations, target.tokenizer, cfg.data.max_length)
     console.print(str(report))
     taps = cfg.taps if cfg.taps is not None else default_taps(target.facts.layers)
-    fields = state_fields(target, samples, taps, cfg.last_hidden, cfg.stored)
+    fields = state_fields(target, samples, taps, cfg.last_hidden, cfg.stored, cfg.last_stored, cfg.top_k)
     states, rest = estimate(samples, fields)
-    streams = [f"h[{k}]" for k in taps] + ["last_hidden"] * cfg.last_hidden
-    console.print(f"{', '.join(streams)} of {target.facts.name}, {report.tokens:,} tokens, {cfg.stored}:", markup=False)
-    console.print(f"states {states:,} bytes; ids, log-sums and argmaxes {rest:,} bytes")
+    streams = [f"h[{k}] {cfg.stored}" for k in taps] + [f"last_hidden {cfg.last_stored}"] * cfg.last_hidden
+    streams += [f"the likeliest {cfg.top_k} tokens"] * bool(cfg.top_k)
+    console.print(f"{', '.join(streams)} of {target.facts.name}, {report.tokens:,} tokens:", markup=False)
+    likeliest = ", likeliest tokens" * bool(cfg.top_k)
+    console.print(f"states {states:,} bytes; ids, log-sums, argmaxes{likeliest} {rest:,} bytes")
     if cfg.dry_run:
         return
     start = time.monotonic()
@@ -197,6 +228,9 @@ def run_capture(cfg: CaptureConfig) -> None:
         cfg.last_hidden,
         cfg.batch_tokens,
         stored=cfg.stored,
+        last_stored=cfg.last_stored,
+        top_k=cfg.top_k,
+        verify=cfg.verify,
         threads=cfg.threads,
         rank=cfg.rank,
         world=cfg.world,
@@ -304,33 +338,52 @@ def _fill(
     kept = [s for s in samples if s.sample_id in done]
     names = next(iter(done.values()), {})
     tensors = {name: torch.cat([done[s.sample_id][name] for s in kept]) for name in names}
+    for name, (stored, _) in fields.streams.items():
+        if name in tensors:
+            tensors |= {name + part: x for part, x in encode(tensors.pop(name), stored).items()}
     write_shard(folder, number, fields, tensors, [(s.sample_id, len(s)) for s in kept], list(skipped.items()))
 
 
 def _states(target: Target, group: Sequence[Sample], fields: StateFields) -> list[dict[str, Tensor]]:
-    """Tensors of a shard for each sample of one forward pass: right-padded rows, which a causal mask keeps apart."""
+    """Tensors of a shard for each sample of one forward pass: right-padded rows, which a causal mask keeps apart. Those
+    that are kept in 8 or 4 bits are as the target has them until the shard is whole, whose channels are looked at."""
     batch = collate(group).to(target.device)
     out = target.forward(batch.ids_BT, batch.positions_BT, taps=fields.taps)
-    log_z_BT, top_BT = _teacher(target, out.last_hidden_BTD, batch.supervised_BT)
+    log_z_BT, top_BT, parts_R = _teacher(target, out.last_hidden_BTD, batch.supervised_BT, fields.top_k)
     tensors = {"ids": batch.ids_BT.to(torch.int32), "log_z": log_z_BT, "top": top_BT}
     if out.taps_BTPD is not None:
-        tensors["taps"] = out.taps_BTPD.to(DTYPES[fields.stored])
+        tensors["taps"] = out.taps_BTPD.to(DTYPES.get(fields.stored, target.dtype))
     if fields.last_hidden:
-        tensors["last_hidden"] = out.last_hidden_BTD.to(DTYPES[fields.stored])
+        tensors["last_hidden"] = out.last_hidden_BTD.to(DTYPES.get(fields.last_stored, target.dtype))
+    by_sample = (top_BT >= 0).sum(1).tolist()
+    told = {"top_k" + part: x.cpu().split(by_sample) for part, x in parts_R.items()}
     tensors = {name: x.cpu() for name, x in tensors.items()}
-    return [{name: x[b, : len(sample)] for name, x in tensors.items()} for b, sample in enumerate(group)]
+    return [
+        {name: x[b, : len(sample)] for name, x in tensors.items()} | {name: x[b] for name, x in told.items()}
+        for b, sample in enumerate(group)
+    ]
 
 
-def _teacher(target: Target, hidden_BTD: Tensor, supervised_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp fp32 and argmax int32, [B, T], over all logits of the rows whose next token is supervised."""
+def _teacher(
+    target: Target, hidden_BTD: Tensor, supervised_BT: Tensor, top_k: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Log-sum-exp fp32 and argmax int32, [B, T], over all logits of the R rows whose next token is supervised; and with
+    `top_k` the parts [R, ..] of their likeliest ids, in the order of the rows."""
     log_z_BT = torch.zeros(supervised_BT.shape, device=hidden_BTD.device)
     top_BT = torch.full(supervised_BT.shape, -1, dtype=torch.int32, device=hidden_BTD.device)
     rows, columns = supervised_BT[:, 1:].nonzero(as_tuple=True)
+    vocab = target.facts.vocab
+    told = [
+        {part: hidden_BTD.new_empty(size, dtype=dtype) for part, (dtype, size) in top_layout(0, top_k, vocab).items()}
+    ]
     for b, t in zip(rows.split(HEAD_ROWS), columns.split(HEAD_ROWS), strict=True):
         logits_RV = target.head(hidden_BTD[b, t]).float()
-        log_z_BT[b, t] = logits_RV.logsumexp(-1)
+        log_z_R = logits_RV.logsumexp(-1)
+        log_z_BT[b, t] = log_z_R
         top_BT[b, t] = logits_RV.argmax(-1).to(torch.int32)
-    return log_z_BT, top_BT
+        if top_k:
+            told.append(encode_top(logits_RV, log_z_R, top_k))
+    return log_z_BT, top_BT, {part: torch.cat([x[part] for x in told]) for part in told[0]} if top_k else {}
 
 
 def _overflow(target: Target, sample: Sample, fields: StateFields) -> str:
@@ -339,6 +392,6 @@ def _overflow(target: Target, sample: Sample, fields: StateFields) -> str:
     positions_1T = torch.arange(len(sample), device=target.device)[None]
     streams = target.forward(ids_1T, positions_1T, taps=range(target.facts.layers + 1)).taps_BTPD
     assert streams is not None
-    finite_P = torch.isfinite(streams.to(DTYPES[fields.stored])).flatten(0, 1).all(-1).all(0)
+    finite_P = torch.isfinite(streams.to(DTYPES.get(fields.stored, target.dtype))).flatten(0, 1).all(-1).all(0)
     bad = (~finite_P).nonzero().flatten().tolist()
     return f"h[{bad[0]}]" if bad else "last_hidden or logits"

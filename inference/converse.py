@@ -6,7 +6,9 @@ Test: pytest tests/test_rollout.py
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
+import unicodedata
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -58,16 +60,33 @@ def answering(
 
 
 def converse(group: list[Conversation], answer: Answering) -> list[Conversation | str]:
-    """Answer every user turn of each conversation in order. A turn without an answer ends its conversation before it;
-    a truncated one ends it there. Without any answer the reason is returned."""
+    """Answer every user turn of each conversation in order, by `turns`."""
+    steps = turns(group)
+    try:
+        asked = next(steps)
+        while True:
+            asked = steps.send(answer(asked))
+    except StopIteration as end:
+        found: list[Conversation | str] = end.value
+        return found
+
+
+Turns = Generator[list[Conversation], list["Answer | str"], list["Conversation | str"]]
+
+
+def turns(group: list[Conversation]) -> Turns:
+    """Yields conversations whose last user turn is to be answered, and is sent their answers, until all are through; returns
+    the conversations. A turn without an answer ends its conversation before it; a truncated one ends it there. Without any
+    answer the reason is returned."""
     asks = [_asks(c) for c in group]
     talks = [replace(c, messages=[], truncated=False, answer_ids=None, answer_order=None, jacobi=None) for c in group]
     reasons = ["nothing to answer"] * len(group)
-    running = [i for i, turns in enumerate(asks) if turns]
+    running = [i for i, said in enumerate(asks) if said]
     turn = 0
     while running:
         asked = [replace(talks[i], messages=[*talks[i].messages, *asks[i][turn]]) for i in running]
-        for i, before, got in zip(list(running), asked, answer(asked), strict=True):
+        answers = yield asked
+        for i, before, got in zip(list(running), asked, answers, strict=True):
             if isinstance(got, str) or not got.text.strip():
                 reasons[i] = got if isinstance(got, str) else "empty answer"
                 running.remove(i)
@@ -82,6 +101,18 @@ def converse(group: list[Conversation], answer: Answering) -> list[Conversation 
                 running.remove(i)
         turn += 1
     return [talk if talk.messages else reason for talk, reason in zip(talks, reasons, strict=True)]
+
+
+def prompt_key(conv: Conversation) -> str | None:
+    """What two conversations share that ask the same: all that is said before each answer, in Unicode's composed form, lines
+    ended one way, without space at line ends and around. None where nothing is asked."""
+    said = [(m["role"], _plain(m["content"])) for turn in _asks(conv) for m in turn]
+    return json.dumps(said) if said else None
+
+
+def _plain(text: str) -> str:
+    lines = unicodedata.normalize("NFC", text).splitlines()
+    return "\n".join(line.rstrip() for line in lines).strip()
 
 
 def _asks(conv: Conversation) -> list[list[dict[str, Any]]]:

@@ -1,19 +1,20 @@
-"""One answer, and how an OpenAI-compatible server is asked for it. Part of inference/rollout.py.
+"""One try of an OpenAI-compatible server, what went wrong with it, and the answer in its reply. Part of inference/rollout.py.
 
-Test: pytest tests/test_rollout.py
+A server fails in many ways that raise no error by themselves: a reply that trickles in for ever, one that ends in the
+middle, one that is no JSON or has no choices. Each of them is a `Fault` here. Test: pytest tests/test_endpoints.py
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
 
-RETRIES = 4
+LONGEST_WAIT = 3600.0  # seconds: a Retry-After beyond it is cut to this
 
 
 @dataclass(frozen=True)
@@ -28,48 +29,95 @@ class Answer:
     order: list[int] | None = None
 
 
-def ask(client: httpx.Client, base: str, body: dict[str, Any]) -> Answer | str:
-    response = request(client, "POST", f"{base}/chat/completions", body)
+class Fault(Exception):
+    """A try that failed and may be repeated. `charged`: the request may be the cause of it (a busy or unreachable server
+    says nothing about the request). `wait`: seconds that the server asks for (Retry-After). `reached`: somebody was there."""
+
+    def __init__(self, reason: str, charged: bool = True, wait: float = 0.0, reached: bool = True) -> None:
+        super().__init__(reason)
+        self.reason, self.charged, self.wait, self.reached = reason, charged, wait, reached
+
+
+class Refusal(ValueError):
+    """A wrong key, path or model: no other try would mend it."""
+
+
+async def send(
+    client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None, timeout: float
+) -> httpx.Response:
+    """One try, `timeout` seconds from connecting to the last byte. What it returns has a status of 200 to 299, or one that
+    is about this very request.
+
+    Raises Fault or Refusal.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            response = await client.request(method, url, json=body)
+    except TimeoutError:
+        raise Fault(f"no whole reply in {timeout:g} s") from None
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise Fault(type(error).__name__, charged=False, reached=False) from None
+    except httpx.HTTPError as error:
+        raise Fault(type(error).__name__) from None
+    status = response.status_code
+    if status in (401, 403, 404) or 300 <= status < 400:
+        raise Refusal(f"{without_user(url)} answered {status}: wrong key, path or model")
+    if status in (429, 503):
+        raise Fault(f"status {status}", charged=False, wait=retry_after(response))
+    if status >= 500 or status in (408, 425):
+        raise Fault(f"status {status}", wait=retry_after(response))
+    return response
+
+
+def answer_of(response: httpx.Response) -> tuple[Answer | str, int | None]:
+    """The answer, or why there is none and will be none; and the tokens that the server counted. Raises Fault for a reply
+    that is not one."""
     if response.status_code >= 400:
-        return f"server answered {response.status_code}"
+        return f"server answered {response.status_code}", None
     reply = json_of(response)
     try:
         choice = reply["choices"][0]
         message, reason = choice["message"], choice["finish_reason"]
-        text = message.get("content") or ""
+        text, reasoning = message.get("content") or "", message.get("reasoning_content")
     except (KeyError, IndexError, TypeError, AttributeError):
-        return "reply without choices"
+        raise Fault("reply without choices") from None
+    if not isinstance(text, str) or not isinstance(reasoning, str | None):
+        raise Fault("content that is no text")
+    try:
+        (text + (reasoning or "")).encode()
+    except UnicodeEncodeError:
+        raise Fault("half of a surrogate pair in a text") from None
     if reason not in ("stop", "length"):
-        return f"finish_reason {reason!r}"
-    return Answer(text, reason == "length", reasoning=message.get("reasoning_content"))
-
-
-def request(client: httpx.Client, method: str, url: str, body: dict[str, Any] | None) -> httpx.Response:
-    """One request; busy or failing servers are asked again. A wrong key, path or model ends the run."""
-    why = ""
-    for wait in _waits():
-        time.sleep(wait)
-        try:
-            response = client.request(method, url, json=body)
-        except httpx.HTTPError as error:
-            why = type(error).__name__
-            continue
-        if response.status_code in (401, 403, 404):
-            raise ValueError(f"{url} answered {response.status_code}: wrong key, path or model")
-        if response.status_code != 429 and response.status_code < 500:
-            return response
-        why = f"status {response.status_code}"
-    raise ValueError(f"{url} cannot be reached ({why}, {RETRIES} tries); the answers so far are kept, run again")
-
-
-def _waits() -> Iterator[float]:
-    yield 0.0
-    for attempt in range(RETRIES - 1):
-        yield 0.5 * 4**attempt
+        return f"finish_reason {reason!r}", None
+    usage = reply.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    counted = tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None
+    return Answer(text, reason == "length", reasoning=reasoning), counted
 
 
 def json_of(response: httpx.Response) -> Any:
+    """The parsed body, whatever its type is said to be. Raises Fault."""
     try:
         return response.json()
-    except json.JSONDecodeError:
-        return None
+    except (ValueError, RecursionError):
+        kind = response.headers.get("content-type", "").split(";")[0].strip()
+        raise Fault("reply is no JSON" + (f" ({kind[:40]})" if kind and "json" not in kind else "")) from None
+
+
+def retry_after(response: httpx.Response) -> float:
+    """Seconds that the server asks to be left alone: a number, or a date; 0 where it says nothing that can be read."""
+    said = response.headers.get("retry-after", "")
+    try:
+        wait = float(said)
+    except ValueError:
+        try:
+            wait = parsedate_to_datetime(said).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return 0.0
+    return min(max(wait, 0.0), LONGEST_WAIT) if wait == wait else 0.0
+
+
+def without_user(url: str) -> str:
+    """The address as it may be shown: without user and password."""
+    parsed = httpx.URL(url)
+    return str(parsed.copy_with(username=None, password=None)) if parsed.userinfo else url

@@ -46,7 +46,12 @@ class Bar:
                 task = self._progress.tasks[0]
                 left = "" if task.time_remaining is None else f", about {task.time_remaining / 60:.0f} min left"
                 amount = self._rate.render(task).plain
-                self._progress.console.print(f"{task.description}: {amount}{left}", highlight=False, soft_wrap=True)
+                self.say(f"{task.description}: {amount}{left}")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if not self._progress.disable:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Rate(ProgressColumn):

@@ -6,7 +6,7 @@ that was interrupted goes on behind the last whole line. Answers cut at `max_new
 them with `data.keep_truncated=false` to leave them out); empty answers are failures, not samples.
 
     draftsmith rollout --data.source prompts.jsonl --out answers.jsonl
-    draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --endpoint http://127.0.0.1:8000/v1
+    draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --endpoint http://one:8000/v1,http://two:8000/v1
     draftsmith rollout --invent 5000 --out answers.jsonl        # no prompts at hand: the target writes them as well
 
 With `--adapters` the target that they convert answers as a denoiser, by a strategy of inference/strategies.py; with
@@ -21,23 +21,26 @@ machines share a source by `--part 1/8`, `--part 2/8`, ...; `data.source` names 
     draftsmith rollout --data.source prompts.jsonl --out answers.jsonl --trajectories 16
     draftsmith rollout --answers shipped --out states/part-1.jsonl --trajectories 16 --part 1/8
 
-With `--endpoint` any OpenAI-compatible server answers; its texts are tokenised when they are read. Without, the ids are
-kept as they were generated. Tested by `pytest tests/test_rollout.py tests/test_collect_states.py`.
+With `--endpoint` any OpenAI-compatible servers answer, as many as are named (endpoints.py); their texts are tokenised when
+they are read. Without, the ids are kept as they were generated. A prompt that stands twice in the source is answered once.
+Lines are written as answers come and put in the source's order at the end, so the file of a whole run does not depend on
+which server answered what, or when. Tested by
+`pytest tests/test_rollout.py tests/test_endpoints.py tests/test_collect_states.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import torch
 from rich.console import Console
 
@@ -49,12 +52,12 @@ from ..models.denoiser import Denoiser
 from ..models.loading import load_target
 from ..models.target import Target
 from .adapter_folder import load_adapters
-from .answer_file import RolloutReport, check_settings, resume, write_line
+from .answer_file import RolloutReport, check_settings, put_in_order, resume, write_line
 from .commit import Result
-from .converse import answering, converse, seed_of
+from .converse import answering, converse, prompt_key, seed_of
 from .decision_folder import settings_of, strategy_beside
 from .diffuse import DiffuseConfig, diffuse
-from .endpoint import Answer, ask, json_of, request
+from .endpoints import answer_all, choose_model, endpoints_of
 from .load import resolve
 from .progress import progress_bar
 from .speculate import DecodeConfig, generate
@@ -93,7 +96,7 @@ class RolloutConfig:
     seed: int = 0
     """With the conversation's id, the seed of each answer."""
     batch_rows: int = 8
-    """Conversations decoded together, or requests in flight with an endpoint."""
+    """Conversations decoded together, or requests in flight with each endpoint."""
     adapters: str | None = None
     """Exported adapters (folder or Hub id) of a converted target: it answers as a denoiser."""
     strategy: str = "threshold"
@@ -117,14 +120,22 @@ class RolloutConfig:
     part: str | None = None
     """`2/8`: every eighth conversation, from the second on, so that several machines share a source; each has its own
     `out`."""
-    endpoint: str | None = None
-    """Base URL of an OpenAI-compatible server (`http://127.0.0.1:8000/v1`) that answers instead."""
+    repeats: bool = False
+    """Answer a prompt as often as it stands in the source (for several samples of one); else its first time counts, repeated
+    ones are left out and counted."""
+    endpoint: tuple[str, ...] = ()
+    """Base URLs of OpenAI-compatible servers that answer instead (`http://127.0.0.1:8000/v1`; several with commas between
+    them, which serve one model)."""
+    in_flight: tuple[int, ...] = ()
+    """Requests in flight with each endpoint: one count, or one per endpoint; empty = batch_rows."""
     model: str | None = None
-    """The server's name of the model; null = the first that it lists."""
+    """The servers' name of the model; null = the first that the first one lists."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the server's key."""
+    """Name of the environment variable that holds the servers' key."""
     timeout: float = 600.0
-    """Seconds that one request may take."""
+    """Seconds that one request may take, to its last byte."""
+    patience: float = 300.0
+    """Seconds that the run waits for endpoints to come back once all are down."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model; needs a pinned 40-digit revision."""
 
@@ -133,11 +144,11 @@ class RolloutConfig:
             raise ValueError(f"out = {self.out!r}: answers are written as .jsonl")
         if self.invent < 0:
             raise ValueError(f"invent = {self.invent}: give a count of prompts, or 0 to answer those of `data`")
-        if self.invent and self.endpoint is not None:
+        if self.invent and self.endpoint:
             raise ValueError(
                 "invent needs the target itself: a chat endpoint opens no user turn; leave one of them out"
             )
-        if self.endpoint is not None and self.adapters is not None:
+        if self.endpoint and self.adapters is not None:
             raise ValueError("adapters belong to a local target: leave them or the endpoint out")
         if self.adapters is None and (self.order or self.settings or self.strategy != "threshold"):
             raise ValueError("strategy, settings and order are a denoiser's: name its adapters (--adapters FOLDER)")
@@ -149,7 +160,7 @@ class RolloutConfig:
             raise ValueError(
                 f"temperature = {self.temperature}: Jacobi states lead to greedy answers; leave one of them out"
             )
-        elif self.endpoint is not None:
+        elif self.endpoint:
             raise ValueError(
                 "a server keeps no ids and runs no Jacobi pass: let it answer first, then compute the trajectories with the "
                 "model at hand (--answers FILE --target MODEL --trajectories N)"
@@ -169,8 +180,13 @@ class RolloutConfig:
         strategy_of(self.strategy, settings_of(self.settings))
         if self.batch_rows < 1:
             raise ValueError(f"batch_rows = {self.batch_rows}: give a positive count")
-        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"endpoint = {self.endpoint!r}: give a URL, for example http://127.0.0.1:8000/v1")
+        if self.endpoint:
+            endpoints_of(self.endpoint, self.in_flight or (self.batch_rows,))
+        elif self.in_flight:
+            raise ValueError("in_flight is about endpoints: name them (--endpoint URL), or set batch_rows")
+        for name in ("timeout", "patience"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: give positive seconds")
         self.params()
 
     def params(self) -> SamplingParams:
@@ -183,11 +199,20 @@ class RolloutConfig:
             return None
         return TrajectoryConfig(self.trajectories, self.start, self.augment, self.drop_repeated)
 
-    def conversations(self) -> list[Conversation]:
-        """What is answered, or whose answers are taken."""
+    def conversations(self) -> tuple[list[Conversation], int]:
+        """What is answered, or whose answers are taken; and how many were left out because their prompt stands before them
+        in the source (not only in this part of it)."""
         source = self.data if self.answers is None else replace(self.data, source=self.answers)
         k, n = self._part()
-        return load_conversations(source)[k - 1 :: n]
+        every = load_conversations(source)
+        mine = range(k - 1, len(every), n)
+        if self.repeats or self.answers is not None:
+            return [every[i] for i in mine], 0
+        first: dict[str, int] = {}
+        for i, conv in enumerate(every):
+            first.setdefault(prompt_key(conv) or conv.id, i)
+        kept = set(first.values())
+        return [every[i] for i in mine if i in kept], sum(i not in kept for i in mine)
 
     def _part(self) -> tuple[int, int]:
         found = re.fullmatch(r"(\d+)/(\d+)", self.part or "1/1")
@@ -231,7 +256,7 @@ def rollout(
         talks: list[Conversation | str] = converse(group, answer) if answers is None else [*group]
         return talks if states is None else with_states(target, talks, states, seed)
 
-    return _run(conversations, Path(out_path), settings, talk, batch_rows, 1, progress)
+    return _run(conversations, Path(out_path), settings, _in_groups(talk, batch_rows), progress)
 
 
 def rollout_denoiser(
@@ -260,7 +285,7 @@ def rollout_denoiser(
 
     answer = answering(denoiser, run, params, seed, order)
     talk = partial(converse, answer=answer)
-    return _run(conversations, Path(out_path), settings, talk, decode.max_rows, 1, progress)
+    return _run(conversations, Path(out_path), settings, _in_groups(talk, decode.max_rows), progress)
 
 
 def invent(
@@ -308,64 +333,62 @@ def _opening(target: Target) -> list[int]:
     return list(target.tokenizer(before, add_special_tokens=False)["input_ids"])
 
 
-def rollout_endpoint(
-    endpoint: str,
+def rollout_endpoints(
+    endpoints: Sequence[str],
     conversations: Sequence[Conversation],
     out_path: Path | str,
     params: SamplingParams,
     *,
     model: str | None = None,
     api_key: str | None = None,
-    in_flight: int = 8,
+    in_flight: Sequence[int] = (8,),
     seed: int = 0,
     timeout: float = 600.0,
+    patience: float = 300.0,
     progress: bool = True,
 ) -> RolloutReport:
-    """Answer with an OpenAI-compatible server, `in_flight` requests at a time.
+    """Answer with OpenAI-compatible servers of one model, `in_flight` requests at a time with each (inference/endpoints.py).
+    Which servers they are is no part of the settings that the file must have been made with.
 
     Raises:
-        ValueError: the server cannot be reached or refuses the key or the model, and as for `rollout`.
+        ValueError: no server can be reached, one refuses the key or the model, and as for `rollout`.
     """
-    base = endpoint.rstrip("/").removesuffix("/chat/completions")
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    with httpx.Client(headers=headers, timeout=timeout) as client:
-        if model is None:
-            listed = json_of(request(client, "GET", f"{base}/models", None))
-            models = [m.get("id") for m in listed.get("data", [])] if isinstance(listed, dict) else []
-            if not models:
-                raise ValueError(f"{base} lists no model; name one (--model)")
-            model = str(models[0])
-        settings = {"endpoint": base, "model": model, **asdict(params), "seed": seed}
-        body = {
-            "model": model,
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-        }
+    servers = endpoints_of(endpoints, in_flight, api_key)
+    named = model or asyncio.run(choose_model(servers, timeout))
+    for server in servers:
+        server.listed = server.listed or model is not None
+    settings = {"model": named, **asdict(params), "seed": seed}
+    sampled = {"max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p}
 
-        def answer(asked: list[Conversation]) -> list[Answer | str]:
-            return [ask(client, base, {**body, "messages": c.messages, "seed": seed_of(seed, c) >> 32}) for c in asked]
+    def body_of(conv: Conversation) -> dict[str, Any]:
+        return {**sampled, "messages": conv.messages, "seed": seed_of(seed, conv) >> 32}
 
-        talk = partial(converse, answer=answer)
-        return _run(conversations, Path(out_path), settings, talk, 1, in_flight, progress)
+    def work(todo: list[Conversation], keep: Keep, say: Callable[[str], None]) -> None:
+        asyncio.run(answer_all(servers, named, todo, body_of, keep, say, timeout, patience))
+
+    began = time.monotonic()
+    report = _run(conversations, Path(out_path), settings, work, progress)
+    report.endpoints = [server.line(time.monotonic() - began) for server in servers]
+    return report
 
 
 def run_rollout(cfg: RolloutConfig) -> None:
     """The command."""
-    conversations = [] if cfg.invent else cfg.conversations()
-    if cfg.endpoint is not None:
+    conversations, repeated = ([], 0) if cfg.invent else cfg.conversations()
+    if cfg.endpoint:
         if cfg.api_key_env is not None and not os.environ.get(cfg.api_key_env):
             raise ValueError(f"api_key_env = {cfg.api_key_env!r}: this environment variable is not set")
-        report = rollout_endpoint(
+        report = rollout_endpoints(
             cfg.endpoint,
             conversations,
             cfg.out,
             cfg.params(),
             model=cfg.model,
             api_key=os.environ[cfg.api_key_env] if cfg.api_key_env else None,
-            in_flight=cfg.batch_rows,
+            in_flight=cfg.in_flight or (cfg.batch_rows,),
             seed=cfg.seed,
             timeout=cfg.timeout,
+            patience=cfg.patience,
         )
     else:
         device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
@@ -395,36 +418,45 @@ def run_rollout(cfg: RolloutConfig) -> None:
                 order=cfg.order,
                 seed=cfg.seed,
             )
+    report.repeated = repeated
     Console(highlight=False, soft_wrap=True).print(f"{cfg.out}: {report}", markup=False)
 
 
+Keep = Callable[[Conversation | str], None]
+"""Takes a conversation that is through, or why there is none."""
+Work = Callable[[list[Conversation], Keep, Callable[[str], None]], None]
+"""Has conversations answered; the last argument takes lines to be said meanwhile."""
+
+
+def _in_groups(talk: Callable[[list[Conversation]], list[Conversation | str]], rows: int) -> Work:
+    """Let `talk` answer `rows` conversations at a time."""
+
+    def work(todo: list[Conversation], keep: Keep, say: Callable[[str], None]) -> None:
+        for first in range(0, len(todo), rows):
+            for conv in talk(todo[first : first + rows]):
+                keep(conv)
+
+    return work
+
+
 def _run(
-    conversations: Sequence[Conversation],
-    out: Path,
-    settings: dict[str, Any],
-    talk: Callable[[list[Conversation]], list[Conversation | str]],
-    rows: int,
-    threads: int,
-    progress: bool,
+    conversations: Sequence[Conversation], out: Path, settings: dict[str, Any], work: Work, progress: bool
 ) -> RolloutReport:
-    """Let `talk` answer what is not in the file yet, `rows` at a time on so many threads, a line per conversation."""
+    """Have answered what is not in the file yet, a line per conversation, in the order of `conversations` at the end."""
     check_settings(out, json.loads(json.dumps(settings)))
     report = RolloutReport()
     done = resume(out, report)
     todo = [c for c in conversations if c.id not in done]
-    groups = [todo[i : i + rows] for i in range(0, len(todo), rows)]
     bar = progress_bar("answering", len(todo), progress and bool(todo), "conversations")
-    with out.open("a", encoding="utf-8") as file, bar, ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(talk, group) for group in groups]
-        try:
-            for future in as_completed(futures):
-                for conv in future.result():
-                    write_line(conv, file, report)
-                    bar(1)
-                refuse_foreign(report)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with out.open("a", encoding="utf-8") as file, bar:
+
+        def keep(conv: Conversation | str) -> None:
+            write_line(conv, file, report)
+            refuse_foreign(report)
+            bar(1)
+
+        work(todo, keep, bar.say)
+    put_in_order(out, [c.id for c in conversations])
     if conversations and not report.answered:
         raise ValueError(f"no conversation could be answered: {report}")
     return report

@@ -147,12 +147,13 @@ def classes(
     known. `y_TW`: its logits of these rows (None: it has its K likeliest)."""
     log_mass_T: Tensor | None = None
     if isinstance(teacher, TopK):
-        ids_TK, log_p_TK = teacher.ids_TK[span], teacher.log_p_TK[span].detach().to(log_q_TW.dtype)
+        ids_TK = teacher.ids_TK[span]
         inside_TK = ids_TK >= 0
         rest_T1 = log_q_TW.masked_fill(teacher.mask(span, log_q_TW.shape[-1]), float("-inf")).logsumexp(-1, True)
         log_q_TK = log_q_TW.gather(-1, ids_TK.clamp(min=0)).masked_fill(~inside_TK, FLOOR)
         log_q = torch.cat([log_q_TK, rest_T1.clamp(min=FLOOR)], -1)
-        log_p = torch.cat([log_p_TK.masked_fill(~inside_TK, FLOOR), teacher.log_rest_T(span)[:, None].to(log_q)], -1)
+        log_p = teacher.log_classes(span).detach().to(log_q.dtype)
+        log_mass_T = None if teacher.log_mass_T is None else teacher.log_mass_T[span].to(log_q.dtype)
     else:
         assert y_TW is not None
         y_TW = y_TW.detach().to(log_q_TW.dtype)
@@ -261,7 +262,7 @@ def walk_block(
         true_p: Tensor | None = None
         if log_mass_T is not None:
             done.log_mass_T[span] = log_mass_T
-            if not isinstance(job.teacher, TopK) and not job.teacher.tail:
+            if not job.teacher.tail:
                 true_p = told[2] * log_mass_T.exp()[:, None]
         sums = sums_of(log_q, log_p, q_TW if log_q is log_q_TW else log_q.exp(), told[2], job.used, true_p)
         done.accept_T[span] = accepted(sums)

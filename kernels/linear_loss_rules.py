@@ -78,6 +78,10 @@ class TopK:
     ids_TK: Tensor
     log_p_TK: Tensor
     tail_T: Tensor | None = None
+    log_mass_T: Tensor | None = None
+    """Log of its mass inside the draft vocabulary (None = nothing is scaled)."""
+    tail: bool = False
+    """That mass is kept as it is; False = scaled to 1."""
 
     def first(self) -> Tensor:
         return self.ids_TK
@@ -88,11 +92,16 @@ class TopK:
         mask_TV = torch.zeros(len(ids_TK), width + 1, dtype=torch.bool, device=ids_TK.device)
         return mask_TV.scatter_(-1, ids_TK.masked_fill(ids_TK < 0, width), True)[:, :width]
 
-    def log_rest_T(self, span: slice) -> Tensor:
-        tail_T = self.tail_T
-        if tail_T is None:
-            tail_T = 1 - self.log_p_TK.to(torch.promote_types(self.log_p_TK.dtype, torch.float32)).exp().sum(-1)
-        return tail_T[span].clamp(min=0).log().clamp(min=FLOOR)
+    def log_classes(self, span: slice) -> Tensor:
+        """[T, K + 1] logs of the probabilities of the K and of the rest, FLOOR at least, scaled as `tail` says."""
+        log_p_TK, tail_T = self.log_p_TK[span], self.tail_T
+        log_p_TK = log_p_TK.to(torch.promote_types(log_p_TK.dtype, torch.float32))
+        rest_T = 1 - log_p_TK.exp().sum(-1) if tail_T is None else tail_T[span].to(log_p_TK.dtype)
+        none_TC = torch.nn.functional.pad(self.ids_TK[span] < 0, (0, 1))
+        log_p_TC = torch.cat([log_p_TK, rest_T.clamp(min=0).log()[:, None]], -1)
+        if self.log_mass_T is not None and not self.tail:
+            log_p_TC = log_p_TC - self.log_mass_T[span].to(log_p_TC.dtype)[:, None]
+        return log_p_TC.masked_fill(none_TC, FLOOR).clamp(min=FLOOR)
 
     def top_of(self, span: slice) -> Tensor:
         """[T] its likeliest id of the draft vocabulary; -1 = none of the K is in it."""
@@ -219,9 +228,9 @@ def sums_of(log_q: Tensor, log_p: Tensor, q: Tensor, p: Tensor, used: set[str], 
         if "reverse_kl" in used:
             sums.reverse_T = torch.linalg.vecdot(q, r)
         if "jsd" in used:
-            m = F.logsigmoid(r).add_(math.log(2))
-            sums.q_part_T = torch.linalg.vecdot(q, m)
-            sums.p_part_T = torch.linalg.vecdot(p, m.sub_(r))
+            # Both from the sigmoid: less r, which a log of 0 makes 1e4, the last digits would be lost.
+            sums.q_part_T = torch.linalg.vecdot(q, F.logsigmoid(r).add_(math.log(2)))
+            sums.p_part_T = torch.linalg.vecdot(p, F.logsigmoid(r.neg_()).add_(math.log(2)))
     if "topk_ce" in used:
         log_p_k, ids_k = log_p.topk(min(TOP_K, log_p.shape[-1]), dim=-1)
         p_k = log_p_k.exp()

@@ -122,9 +122,10 @@ def _statistics(
 
 @jit
 def _bend(log_q, log_p):
-    """(r, m) of the slopes' formula."""
+    """(r, m) of the slopes' formula, and m - r without the rounding of an r that a log of 0 makes 1e4."""
     r = log_q - log_p
-    return r, 0.6931471805599453 + tl.minimum(r, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(r)))
+    near = 0.6931471805599453 - tl.log(1.0 + tl.exp(-tl.abs(r)))
+    return r, near + tl.minimum(r, 0.0), near - tl.maximum(r, 0.0)
 
 
 @jit
@@ -149,13 +150,13 @@ def _sums(
         log_q_TW = tl.where(has_W[None, :], tl.maximum(q_TW, -1e4), -1e4)
         log_p_TW = tl.where(has_W[None, :], tl.maximum(p_TW - log_y_T[:, None], -1e4), -1e4)
         q_TW, p_TW = tl.exp(log_q_TW), tl.exp(log_p_TW)
-        r_TW, m_TW = _bend(log_q_TW, log_p_TW)
+        r_TW, m_TW, other_TW = _bend(log_q_TW, log_p_TW)
         accept_T += tl.sum(tl.minimum(p_TW, q_TW), 1)
         true_T += tl.sum(tl.minimum(p_TW * mass_T[:, None], q_TW), 1)
         below_T += tl.sum(tl.where(r_TW < 0, q_TW, 0.0), 1)
         kl_T -= tl.sum(p_TW * r_TW, 1)
         reverse_T += tl.sum(q_TW * r_TW, 1)
-        p_part_T += tl.sum(p_TW * (m_TW - r_TW), 1)
+        p_part_T += tl.sum(p_TW * other_TW, 1)
         q_part_T += tl.sum(q_TW * m_TW, 1)
     at = out + tl.program_id(1) * 7 * T + row_T
     tl.store(at, accept_T, has_T)
@@ -199,7 +200,7 @@ def _slopes(
         )
         log_p_TW = tl.maximum(log_p_TW - tl.load(at + T, has_T, 0.0)[:, None], -1e4)
     if KIND != "none":
-        r_TW, m_TW = _bend(class_TW, log_p_TW)
+        r_TW, m_TW, _ = _bend(class_TW, log_p_TW)
         slope_TW += tl.load(at + 5 * T, has_T, 0.0)[:, None] * r_TW + tl.load(at + 6 * T, has_T, 0.0)[:, None] * m_TW
         slope_TW += tl.where(r_TW < 0, tl.load(at + 7 * T, has_T, 0.0)[:, None], 0.0)
     slope_TW *= tl.exp(log_q_TW)
@@ -228,6 +229,7 @@ def walk_kernels(
     told: list[Tensor | None] = [None, None, None]
     ids_TK: Tensor | None = None
     log_p_TK: Tensor | None = None
+    log_p_TC: Tensor | None = None
     if isinstance(teacher, FromHidden):
         kind, E = "hidden", teacher.hidden_UD.shape[1]
         told = [
@@ -239,8 +241,9 @@ def walk_kernels(
         kind, told[0] = "dense", teacher.logits(slice(None)).detach().contiguous()
     elif isinstance(teacher, TopK):
         kind, K = "topk", teacher.ids_TK.shape[1]
-        # A log of 0 counts as FLOOR, as everywhere: what is infinite times a slope of 0 is no number.
-        ids_TK, log_p_TK = teacher.ids_TK.contiguous(), teacher.log_p_TK.float().clamp(min=FLOOR).contiguous()
+        ids_TK = teacher.ids_TK.contiguous()
+        log_p_TC = teacher.log_classes(slice(None)).float()
+        log_p_TK = log_p_TC[:, :-1].contiguous()
 
     def fresh(*shape: int) -> Tensor:
         return torch.zeros(*shape, device=device)
@@ -263,17 +266,18 @@ def walk_kernels(
     numbers_FT[0] = log_z_T
     sums, match_T, log_mass_T = None, torch.zeros(T, dtype=torch.bool, device=device), fresh(T)
     if isinstance(teacher, TopK):
-        assert ids_TK is not None and log_p_TK is not None
+        assert ids_TK is not None and log_p_TC is not None
         inside_TK = ids_TK >= 0
         numbers_FT[2] = ((rest_ST + rest_sum_ST.log()).logsumexp(0) - log_z_T).clamp(min=FLOOR)
-        numbers_FT[3] = teacher.log_rest_T(slice(None))
+        numbers_FT[3] = log_p_TC[:, -1]
         log_q_TK = (ids_z_TK - log_z_T[:, None]).masked_fill(~inside_TK, FLOOR).clamp(min=FLOOR)
         log_q_TC = torch.cat([log_q_TK, numbers_FT[2][:, None]], 1)
-        log_p_TC = torch.cat([log_p_TK.masked_fill(~inside_TK, FLOOR), numbers_FT[3][:, None]], 1)
-        sums, match_T = (
-            sums_of(log_q_TC, log_p_TC, log_q_TC.exp(), log_p_TC.exp(), job.used),
-            top_T == teacher.top_of(slice(None)),
-        )
+        p_TC, true_TC = log_p_TC.exp(), None
+        if teacher.log_mass_T is not None:
+            log_mass_T = teacher.log_mass_T.float()
+            true_TC = None if teacher.tail else p_TC * log_mass_T.exp()[:, None]
+        sums = sums_of(log_q_TC, log_p_TC, log_q_TC.exp(), p_TC, job.used, true_TC)
+        match_T = top_T == teacher.top_of(slice(None))
     elif teacher is not None:
         log_y_T = (other_ST + sum_ST.log()).logsumexp(0)
         mass_T, rest_T = torch.ones_like(log_y_T), log_mass_T

@@ -3,19 +3,15 @@
 A row sees the committed slots of its request and, of the A slots of the *tail* (what passes have appended and nothing has
 committed yet: the anchor, the nodes, extra rows, a prefix), those whose bit is set. No mask of M x S exists on a GPU.
 
-Two orders of reading the keys. By slot: all rows of a tile read the same keys, in blocks that stand at fixed slots. By
-path (`Sight.paths_BMK`): the committed slots likewise, then each row the keys that it sees in the tail in order of depth,
-as if they stood right behind the committed ones. Blocks are cut at multiples of `SPLIT` slots, whatever the lengths, and
-a block of which a row sees nothing leaves its numbers as they are, bit for bit. So a row's result depends on its own
-query and on the keys that it sees at their places, not on how many rows there are, nor on what else they see:
-
-    by slot    a chain's row = the same token decoded alone, or in a chain of another length
-    by path    the same for every node of every tree
+All rows of a tile read the same keys, in blocks that are cut at multiples of `SPLIT` slots, whatever the lengths; a block
+of which a row sees nothing leaves its numbers as they are, bit for bit. So a row's result depends on its own query and on the
+keys that it sees at their places, not on how many rows there are: a chain's row is the same token decoded alone, or in a chain
+of another length.
 
 Split and merged by log-sum-exp as in Flash-Decoding (Dao et al. 2023), online softmax of Milakov and Gimelshein
 1805.02867, all in fp32. No backward.
 
-Letters: H query heads, G key/value heads, D their width, A tail slots, X words of 64 bits, K length of a path.
+Letters: H query heads, G key/value heads, D their width, A tail slots, X words of 64 bits.
 Test: pytest tests/test_kernels.py -k tree_attention; pytest tests/test_tree_kernels.py
 """
 
@@ -36,18 +32,14 @@ WIDEST = 256  # head width
 
 @dataclass(frozen=True)
 class Sight:
-    """What the rows of one pass see; made once for all layers. All int64."""
+    """What the rows of one pass see; made once for all layers. Tensors are int64."""
 
     lengths_B: Tensor
-    """Committed slots; every row sees them, but for the window."""
+    """Committed slots; every row sees them."""
     bits_BMX: Tensor
     """Bit j % 64 of word j // 64: the row sees slot lengths_B + j (`pack`, `Tree.ancestors`)."""
-    depths_BA: Tensor
-    """Position of each tail slot, counted from `lengths_B`. Committed tokens stand at their slots' positions."""
-    offset: int = 0
-    """Row m stands in tail slot offset + m."""
-    paths_BMK: Tensor | None = None
-    """The tail slots that the row sees, in the order to read them in; -1 = no further (`paths`). None: by slot."""
+    tail: int
+    """Slots behind the committed ones that bits are for."""
 
 
 def pack(see_BMA: Tensor) -> Tensor:
@@ -57,32 +49,19 @@ def pack(see_BMA: Tensor) -> Tensor:
     return (bits_BMA.unflatten(2, (words, 64)) << torch.arange(64, device=see_BMA.device)).sum(-1)
 
 
-def paths(see_BMA: Tensor, depths_BA: Tensor, longest: int) -> Tensor:
-    """int64 [B, M, longest]: the tail slots that each row sees, by depth; -1 = no further. No row may see more."""
-    never = torch.iinfo(torch.int64).max
-    order_BMA = torch.where(see_BMA, depths_BA[:, None], never).sort(dim=2, stable=True).indices[..., :longest]
-    return torch.where(see_BMA.gather(2, order_BMA), order_BMA, -1)
-
-
-def visible(sight: Sight, slots: int, window: int | None = None) -> Tensor:
-    """Bool [B, M, slots]. With `window`, only tokens less than `window` positions back are seen."""
-    m, a = sight.bits_BMX.shape[1], sight.depths_BA.shape[1]
+def visible(sight: Sight, slots: int) -> Tensor:
+    """Bool [B, M, slots]: what rows see of a cache so wide."""
+    m = sight.bits_BMX.shape[1]
     behind_BS = torch.arange(slots, device=sight.lengths_B.device) - sight.lengths_B[:, None]
-    at_BS = behind_BS.clamp(0, a - 1)
+    at_BS = behind_BS.clamp(0, sight.tail - 1)
     word_BMS = sight.bits_BMX.gather(2, (at_BS // 64)[:, None].expand(-1, m, -1))
-    see_BMS = ((word_BMS >> (at_BS % 64)[:, None]) & 1).bool() & (behind_BS < a)[:, None] | (behind_BS < 0)[:, None]
-    if window is not None:
-        own_BM = sight.depths_BA[:, sight.offset : sight.offset + m]
-        depth_BS = torch.where(behind_BS < 0, behind_BS, sight.depths_BA.gather(1, at_BS))
-        see_BMS = see_BMS & (own_BM[:, :, None] - depth_BS[:, None] < window)
-    return see_BMS
+    see_BMS = ((word_BMS >> (at_BS % 64)[:, None]) & 1).bool() & (behind_BS < sight.tail)[:, None]
+    return see_BMS | (behind_BS < 0)[:, None]
 
 
-def reference(
-    q_BMHD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sight: Sight, scale: float | None = None, window: int | None = None
-) -> Tensor:
+def reference(q_BMHD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
     """[B, M, H, D] softmax(scale q k) v over the visible slots, in the inputs' dtype; 0 for a row that sees nothing."""
-    see_BMS = visible(sight, k_BGSD.shape[2], window)
+    see_BMS = visible(sight, k_BGSD.shape[2])
     q_BMGgD = q_BMHD.unflatten(2, (k_BGSD.shape[1], -1))
     x_BMGgS = torch.einsum("bmghd,bgsd->bmghs", q_BMGgD, k_BGSD) * _scale(q_BMHD, scale)
     p_BMGgS = x_BMGgS.masked_fill(~see_BMS[:, :, None, None], -torch.inf).softmax(-1)
@@ -90,77 +69,53 @@ def reference(
     return torch.einsum("bmghs,bgsd->bmghd", p_BMGgS, v_BGSD).flatten(2, 3)
 
 
-def bias(sight: Sight, slots: int, groups: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
-    """[B, 1, groups * M, slots] 0 or -inf: `visible` as `folded` adds it. One per pass and window, for all layers."""
-    see_BMS = visible(sight, slots, window)
-    zero = torch.zeros((), dtype=dtype, device=see_BMS.device)
-    return torch.where(see_BMS, zero, -torch.inf).to(dtype)[:, None].repeat(1, 1, groups, 1)
-
-
-def folded(q_BMHD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, bias_B1RS: Tensor, scale: float | None = None) -> Tensor:
+def folded(q_BMHD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
     """By PyTorch's attention, the heads that share keys as further rows: keys are read once and never repeated."""
     b, m, h, d = q_BMHD.shape
+    see_BMS = visible(sight, k_BGSD.shape[2])
+    zero = torch.zeros((), dtype=q_BMHD.dtype, device=see_BMS.device)
+    bias_B1RS = torch.where(see_BMS, zero, -torch.inf)[:, None].repeat(1, 1, h // k_BGSD.shape[1], 1)
     q_BGRD = q_BMHD.transpose(1, 2).reshape(b, k_BGSD.shape[1], -1, d)
     out_BGRD = torch.nn.functional.scaled_dot_product_attention(q_BGRD, k_BGSD, v_BGSD, bias_B1RS, scale=scale)
     return out_BGRD.reshape(b, h, m, d).transpose(1, 2)
 
 
-def tree_attention(
-    q_BMHD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    sight: Sight,
-    scale: float | None = None,
-    window: int | None = None,
-    bias_B1RS: Tensor | None = None,
-) -> Tensor:
+def tree_attention(q_BMHD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
     """[B, M, H, D], of q's dtype. `scale`: 1 / sqrt(D) by default. Slots that no row can see are not read on a GPU; the
-    form for CPU gives them weight 0, so there they must be finite. `bias_B1RS`: what `bias` gave for this pass.
+    form for CPU gives them weight 0, so there they must be finite.
 
     Raises ValueError for heads that do not divide, widths above 256, and a sight of another shape.
     """
     b, m, h, d = q_BMHD.shape
     g, slots = k_BGSD.shape[1:3]
-    tail = sight.depths_BA.shape[1]
     if h % g or d > WIDEST:
         raise ValueError(f"{h} query heads on {g} key heads of width {d}: they must divide, width at most {WIDEST}")
-    if sight.bits_BMX.shape != (b, m, -(-tail // 64)) or sight.offset + m > tail:
+    if sight.tail < 1 or sight.bits_BMX.shape != (b, m, -(-sight.tail // 64)):
         raise ValueError(
-            f"sight of shape {tuple(sight.bits_BMX.shape)} with {tail} tail slots and offset {sight.offset} for {b} x {m} "
-            f"rows: needs ceil(tail / 64) words per row, and a tail slot for each"
+            f"sight of shape {tuple(sight.bits_BMX.shape)} with {sight.tail} tail slots for {b} x {m} rows: needs "
+            "ceil(tail / 64) words per row, and a tail of at least one slot"
         )
     if q_BMHD.dtype == torch.float64 or not runs_on(q_BMHD, k_BGSD, v_BGSD):
-        given = bias(sight, slots, h // g, q_BMHD.dtype, window) if bias_B1RS is None else bias_B1RS
-        return folded(q_BMHD, k_BGSD, v_BGSD, given, scale)
+        return folded(q_BMHD, k_BGSD, v_BGSD, sight, scale)
     q_BMHD, k_BGSD, v_BGSD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BMHD, k_BGSD, v_BGSD))
-    paths_BMK = sight.paths_BMK
-    by_path = paths_BMK is not None
-    tiles, options = _tiles(q_BMHD.dtype, d, h // g, by_path)
+    tiles, options = _tiles(q_BMHD.dtype, d, h // g)
     splits = -(-slots // SPLIT)
     parts_of = partial(torch.empty, dtype=torch.float32, device=q_BMHD.device)
     acc, (top, total) = parts_of(b, m, h, splits, d), parts_of(2, b, m, h, splits)
-    reach = paths_BMK.shape[2] if paths_BMK is not None else tail
-    parts = (acc, top, total, sight.lengths_B.contiguous(), m, reach, slots)
+    parts = (acc, top, total, sight.lengths_B.contiguous(), m, sight.tail, slots)
     _attend[(splits, -(-m // (tiles["BT"] // (h // g))), b * g)](
         q_BMHD,
         k_BGSD,
         v_BGSD,
         *parts,
         sight.bits_BMX.contiguous(),
-        sight.depths_BA.contiguous(),
-        None if paths_BMK is None else paths_BMK.contiguous(),
         _scale(q_BMHD, scale) * math.log2(math.e),
-        tail,
-        sight.offset,
-        window or 0,
         *q_BMHD.stride()[:3],
         *k_BGSD.stride()[:3],
         *v_BGSD.stride()[:3],
         G=g,
         GROUPS=h // g,
         D=d,
-        WINDOW=window is not None,
-        PATHS=by_path,
         SPLIT=SPLIT,
         **tiles,
         **options,
@@ -174,14 +129,13 @@ def _scale(q_BMHD: Tensor, scale: float | None) -> float:
     return q_BMHD.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _tiles(dtype: torch.dtype, width: int, groups: int, by_path: bool) -> tuple[dict[str, int], dict[str, int]]:
+def _tiles(dtype: torch.dtype, width: int, groups: int) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes of a tile (BT rows times heads, BN keys, BD width) and compiler options. Never by the number of rows: a row
-    would then depend on it. By path a tile reads the tail once per row, so it holds few."""
+    would then depend on it."""
     bd = max(16, 1 << (width - 1).bit_length())
-    narrow = by_path or dtype == torch.float32
-    bt = max(16 if narrow else 64, 1 << (groups - 1).bit_length())
-    bn, warps = 32, 8 if bt * bd >= 4096 or (by_path and bd >= 128) else 4  # with fewer, registers spill
-    return {"BT": bt, "BN": bn, "BD": bd}, {"num_warps": warps, "num_stages": 2}
+    bt = max(16 if dtype == torch.float32 else 64, 1 << (groups - 1).bit_length())
+    warps = 8 if bt * bd >= 4096 else 4  # with fewer, registers spill
+    return {"BT": bt, "BN": 32, "BD": bd}, {"num_warps": warps, "num_stages": 2}
 
 
 @jit
@@ -207,15 +161,10 @@ def _attend(
     total,
     lengths,
     M,
-    reach,
+    A,
     slots,
     bits,
-    depths,
-    paths,
     scale,
-    A,
-    offset,
-    window,
     q_b,
     q_m,
     q_h,
@@ -228,8 +177,6 @@ def _attend(
     G: tl.constexpr,
     GROUPS: tl.constexpr,
     D: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PATHS: tl.constexpr,
     SPLIT: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
@@ -241,7 +188,7 @@ def _attend(
     g = tl.program_id(2).to(tl.int64) % G
     n = tl.load(lengths + b).to(tl.int32)
     first = tl.program_id(0) * SPLIT
-    last = tl.minimum(tl.minimum(first + SPLIT, n + reach), slots)
+    last = tl.minimum(tl.minimum(first + SPLIT, n + A), slots)
     if first >= last:
         return
     row = tl.program_id(1) * ROWS
@@ -253,52 +200,25 @@ def _attend(
     in_D = d_D < D
     q_T = b * q_b + m_T.to(tl.int64) * q_m + h_T * q_h
     q_TD = tl.load(q + q_T[:, None] + d_D[None, :], has_T[:, None] & in_D[None, :], 0.0)
-    depth_T = tl.load(depths + b * A + offset + m_T, has_T, 0).to(tl.int32)
     top_T = tl.full((BT,), float("-inf"), tl.float32)
     total_T = tl.zeros((BT,), tl.float32)
     acc_TD = tl.zeros((BT, BD), tl.float32)
-    middle = last
-    if PATHS:
-        middle = tl.maximum(first, tl.minimum(last, n // BN * BN))
-    for lo in range(first, middle, BN):
+    for lo in range(first, last, BN):
         slot_N = lo + tl.arange(0, BN)
         in_N = slot_N < last
         behind_N = slot_N - n
         see_TN = in_N[None, :] & (behind_N < 0)[None, :] & has_T[:, None]
-        depth_N = behind_N
-        if not PATHS:  # noqa: SIM102 (decided when compiled)
-            if lo + BN > n:
-                tail_N = in_N & (behind_N >= 0)
-                to_N = tl.where(tail_N, behind_N, 0).to(tl.int64)
-                word_TN = bits + (b * M + m_T)[:, None] * ((A + 63) // 64) + (to_N // 64)[None, :]
-                word_TN = tl.load(word_TN, has_T[:, None] & tail_N[None, :], 0)
-                see_TN = see_TN | (((word_TN >> (to_N % 64)[None, :]) & 1) != 0)
-                depth_N = tl.where(tail_N, tl.load(depths + b * A + to_N, tail_N, 0).to(tl.int32), behind_N)
-        if WINDOW:
-            see_TN = see_TN & (depth_T[:, None] - depth_N[None, :] < window)
+        if lo + BN > n:
+            tail_N = in_N & (behind_N >= 0)
+            to_N = tl.where(tail_N, behind_N, 0).to(tl.int64)
+            word_TN = bits + (b * M + m_T)[:, None] * ((A + 63) // 64) + (to_N // 64)[None, :]
+            word_TN = tl.load(word_TN, has_T[:, None] & tail_N[None, :], 0)
+            see_TN = see_TN | (((word_TN >> (to_N % 64)[None, :]) & 1) != 0)
         at_N = slot_N.to(tl.int64)
         load_ND = in_N[:, None] & in_D[None, :]
         k_ND = tl.load(k + b * k_b + g * k_g + at_N[:, None] * k_s + d_D[None, :], load_ND, 0.0)
         v_ND = tl.load(v + b * v_b + g * v_g + at_N[:, None] * v_s + d_D[None, :], load_ND, 0.0)
         top_T, total_T, acc_TD = _update(q_TD, k_ND, v_ND, see_TN, scale, top_T, total_T, acc_TD)
-    if PATHS:  # each row has its own keys from here on
-        for lo in range(middle, last, BN):
-            slot_N = lo + tl.arange(0, BN)
-            behind_N = slot_N - n
-            for r in range(0, tl.minimum(ROWS, M - row)):
-                path = paths + (b * M + row + r) * reach
-                to_N = tl.load(path + behind_N, (slot_N < last) & (behind_N >= 0), -1).to(tl.int32)
-                seen_N = (slot_N < last) & ((behind_N < 0) | (to_N >= 0))
-                see_TN = seen_N[None, :] & (r_T == r)[:, None]
-                if WINDOW:
-                    depth_N = tl.load(depths + b * A + to_N, seen_N & (behind_N >= 0), 0).to(tl.int32)
-                    depth_N = tl.where(behind_N < 0, behind_N, depth_N)
-                    see_TN = see_TN & (depth_T[:, None] - depth_N[None, :] < window)
-                at_N = tl.where(behind_N < 0, slot_N, n + to_N).to(tl.int64)
-                load_ND = seen_N[:, None] & in_D[None, :]
-                k_ND = tl.load(k + b * k_b + g * k_g + at_N[:, None] * k_s + d_D[None, :], load_ND, 0.0)
-                v_ND = tl.load(v + b * v_b + g * v_g + at_N[:, None] * v_s + d_D[None, :], load_ND, 0.0)
-                top_T, total_T, acc_TD = _update(q_TD, k_ND, v_ND, see_TN, scale, top_T, total_T, acc_TD)
     splits = (slots + SPLIT - 1) // SPLIT
     at_T = ((b * M + m_T) * (G * GROUPS) + h_T) * splits + tl.program_id(0)
     tl.store(top + at_T, top_T, has_T)
@@ -314,7 +234,7 @@ def _merge(
     total,
     lengths,
     M,
-    reach,
+    A,
     slots,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -329,7 +249,7 @@ def _merge(
     most = tl.full((), float("-inf"), tl.float32)
     sum_ = tl.full((), 0.0, tl.float32)
     out_D = tl.zeros((BD,), tl.float32)
-    for split in range(0, (tl.minimum(n + reach, slots) + SPLIT - 1) // SPLIT):
+    for split in range(0, (tl.minimum(n + A, slots) + SPLIT - 1) // SPLIT):
         part = at * splits + split
         own = tl.load(top + part)
         new = tl.maximum(most, own)
@@ -343,19 +263,18 @@ def _merge(
     tl.store(out + at * D + d_D, out_D.to(out.dtype.element_ty), d_D < D)
 
 
-def _build(dtype: torch.dtype, width: int, groups: int, window: bool, by_path: bool, **ones: int) -> Build:
+def _build(dtype: torch.dtype, width: int, groups: int, **ones: int) -> Build:
     """`ones`: sizes that are 1 are compiled in."""
-    tiles, options = _tiles(dtype, width, groups, by_path)
+    tiles, options = _tiles(dtype, width, groups)
     kind = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     strides = tuple(f"{x}_{axis}" for x, axes in (("q", "bmh"), ("k", "bgs"), ("v", "bgs")) for axis in axes)
     types = dict.fromkeys(("q", "k", "v"), kind) | dict.fromkeys(("acc", "top", "total"), "*fp32") | {"scale": "fp32"}
-    types |= dict.fromkeys(("lengths", "bits", "depths", *(["paths"] if by_path else [])), "*i64")
-    types |= dict.fromkeys({"M", "reach", "slots", "A", "offset", "window", *strides} - set(ones), "i32")
-    constants = {"G": 8, "GROUPS": groups, "D": width, "WINDOW": window, "PATHS": by_path, "SPLIT": SPLIT} | ones
+    types |= dict.fromkeys(("lengths", "bits"), "*i64")
+    types |= dict.fromkeys({"M", "A", "slots", *strides} - set(ones), "i32")
     return Build(
         _attend,
         types,
-        constants | ({} if by_path else {"paths": None}) | tiles,
+        {"G": 8, "GROUPS": groups, "D": width, "SPLIT": SPLIT} | ones | tiles,
         warps=options["num_warps"],
         stages=options["num_stages"],
         dots=dtype != torch.float32,
@@ -363,19 +282,19 @@ def _build(dtype: torch.dtype, width: int, groups: int, window: bool, by_path: b
     )
 
 
-_PLAIN = {"M": 1, "reach": 1, "A": 1}  # one token per request
+_PLAIN = {"M": 1, "A": 1}  # one token per request
 BUILDS = (
-    _build(torch.bfloat16, 64, 3, False, False),
-    _build(torch.bfloat16, 128, 3, True, False),
-    _build(torch.bfloat16, 256, 3, False, False),
-    _build(torch.float16, 80, 8, True, True),
-    _build(torch.bfloat16, 256, 3, False, True, **_PLAIN),
-    _build(torch.float32, 64, 3, False, False, **_PLAIN),
+    _build(torch.bfloat16, 64, 3),
+    _build(torch.bfloat16, 128, 3),
+    _build(torch.bfloat16, 256, 3),
+    _build(torch.float16, 80, 8),
+    _build(torch.bfloat16, 256, 3, **_PLAIN),
+    _build(torch.float32, 64, 3, **_PLAIN),
     Build(
         _merge,
         {"out": "*bf16", "lengths": "*i64"}
         | dict.fromkeys(("acc", "top", "total"), "*fp32")
-        | dict.fromkeys(("M", "reach", "slots"), "i32"),
+        | dict.fromkeys(("M", "A", "slots"), "i32"),
         {"H": 24, "D": 128, "SPLIT": SPLIT, "BD": 128},
         warps=1,
     ),

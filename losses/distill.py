@@ -8,6 +8,13 @@ all V ids, so that p restricted to W may hold less than the whole mass. `oov` sa
     tail          p keeps its true values; the mass outside is one class that the drafter gives probability 0.
                   Terms that this makes infinite, constants all, are left out.
 
+A teacher may know its K likeliest ids alone, and the mass of all others (`make_top_teacher`). The loss is then that of
+K + 1 classes: each named id of the draft vocabulary, and its other ids together, of which the drafter's share is the sum
+of all it gives them. Merging classes never raises a divergence, so KL, JSD and TV are at most the true ones, and equal
+where the drafter spreads the rest as the target does; acceptance is at most that much too high. With a reduced draft
+vocabulary the part of the tail that lies inside is not known: it is taken to be as in the less likely half of the K.
+All of it is exact with K = V.
+
 Losses: KL, reverse KL, JSD, TV as usual; -log sum min(p, q) and the hybrid lambda KL + (1 - lambda) TV from LK losses
 (arXiv:2602.23881); top-k cross-entropy from HASS (arXiv:2408.15766); smooth-L1 on features from EAGLE
 (arXiv:2401.15077). Sum min(p, q) is the chance that speculative sampling accepts the drafter's token.
@@ -31,12 +38,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.linear_loss import Dense, FromHidden, LinearLoss, linear_loss, logits_loss
+from ..kernels.linear_loss import Dense, FromHidden, LinearLoss, TopK, linear_loss, logits_loss
 from ..kernels.linear_loss_rules import LK_ETA, SMALLEST_ACCEPT, TOP_K
 
 Oov = Literal["renormalise", "mask", "tail"]
 OOV: tuple[Oov, ...] = ("renormalise", "mask", "tail")
 BANK_BYTES = 2**28  # the most that a bank of the target's logits may take, see `make_teacher`
+SMALLEST_SHARE = 1e-3  # of a tail, inside the draft vocabulary: what is possible has no probability of 0
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,13 @@ def formed(logits: Logits) -> Tensor:
 class Teacher:
     """What the target says of R predictions: rows `index_R` of a bank of U rows, and the data's own tokens.
 
-    `bank` are the target's logits of the draft vocabulary (finite), [U, W] or still to be made from its states;
-    `log_kept_U` their log-sum-exp (None with states), `log_z_U` that over all V (None = the draft vocabulary is all);
-    `top_U` is the target's argmax (None = that of the bank) and `label_R` the token that the data holds, both in draft
+    `bank` are the target's logits of the draft vocabulary (finite), [U, W] or still to be made from its states, or its
+    likeliest ids; `log_kept_U` their log-sum-exp (None with states and ids), `log_z_U` that over all V (None = the draft vocabulary
+    is all, or ids, which have true probabilities); `top_U` is the target's argmax (None = that of the bank) and `label_R` the token that the data holds, both in draft
     ids, -1 = outside the draft vocabulary.
     """
 
-    bank: Logits
+    bank: Logits | TopK
     log_kept_U: Tensor | None
     log_z_U: Tensor | None
     top_U: Tensor | None
@@ -89,6 +97,7 @@ class Teacher:
     def logits(self) -> Tensor:
         """[R, W] of the rows that are read."""
         bank = self.bank
+        assert not isinstance(bank, TopK), "likeliest ids are no logits"
         if isinstance(bank, ByHead):
             return formed(ByHead(bank.hidden_RD[self.index_R], bank.weight_WD, bank.bias_W))
         return bank[self.index_R]
@@ -97,9 +106,12 @@ class Teacher:
     def top_R(self) -> Tensor:
         return self.logits().argmax(-1) if self.top_U is None else self.top_U[self.index_R]
 
-    def told(self, oov: Oov, by_head: bool) -> Dense | FromHidden:
+    def told(self, oov: Oov, by_head: bool) -> Dense | FromHidden | TopK:
         """As the kernel reads it; a drafter whose logits are a tensor gets a tensor (`by_head` False)."""
         log_z_R, bank = None if self.log_z_U is None else self.log_z_U[self.index_R], self.bank
+        if isinstance(bank, TopK):
+            tail_R, log_mass_R = (None if x is None else x[self.index_R] for x in (bank.tail_T, bank.log_mass_T))
+            return TopK(bank.ids_TK[self.index_R], bank.log_p_TK[self.index_R], tail_R, log_mass_R, oov == "tail")
         if isinstance(bank, ByHead) and not by_head:
             return Dense(self.logits(), log_z_R, oov == "tail")
         if isinstance(bank, ByHead):
@@ -249,7 +261,7 @@ def weighed_loss(
     terms: tuple[tuple[float, str], ...],
     label_R: Tensor,
     weight: Tensor | Weigh | None,
-    told: Dense | FromHidden | None = None,
+    told: Dense | FromHidden | TopK | None = None,
     masked_R: Tensor | None = None,
     match: bool = True,
 ) -> tuple[Tensor, LinearLoss]:
@@ -338,6 +350,23 @@ def make_teacher(
             top_U = top_U.long() if t2d_V is None else t2d_V[top_U.long()]
     nothing = torch.zeros(0, dtype=torch.int64, device=hidden_UD.device)
     return Teacher(bank, log_kept_U, log_z_U, top_U, nothing, nothing)
+
+
+def make_top_teacher(ids_UK: Tensor, log_p_UK: Tensor, tail_U: Tensor, top_U: Tensor, t2d_V: Tensor | None) -> Teacher:
+    """A teacher from the target's K likeliest ids (target ids, best first), the logs of their probabilities and the mass
+    of all others; the rest as in `make_teacher`, of which no head is read."""
+    nothing = torch.zeros(0, dtype=torch.int64, device=ids_UK.device)
+    ids_UK, top_U = ids_UK.long(), top_U.long()
+    if t2d_V is None:
+        return Teacher(TopK(ids_UK, log_p_UK, tail_U), None, None, top_U, nothing, nothing)
+    ids_UK = t2d_V[ids_UK]
+    p_UK, inside_UK = log_p_UK.exp(), ids_UK >= 0
+    lower = slice(ids_UK.shape[1] // 2, None)
+    share_U = (p_UK * inside_UK)[:, lower].sum(-1) / p_UK[:, lower].sum(-1).clamp(min=torch.finfo(p_UK.dtype).tiny)
+    inside_U = tail_U * share_U.clamp(min=SMALLEST_SHARE)
+    mass_U = (p_UK * inside_UK).sum(-1) + inside_U
+    log_mass_U = mass_U.clamp(min=torch.finfo(p_UK.dtype).tiny, max=1).log()
+    return Teacher(TopK(ids_UK, log_p_UK, inside_U, log_mass_U), None, None, t2d_V[top_U], nothing, nothing)
 
 
 def log_sum(logits_UX: Tensor, block: int) -> Tensor:

@@ -94,7 +94,7 @@ class DraftModel(nn.Module):
     method = "draft_model"
     Config = DraftModelConfig
     draft_needs = frozenset({"ids"})
-    loss_needs = frozenset({"ids", "last_hidden", "teacher"})
+    loss_needs = frozenset({"ids", "teacher"})
     taps: tuple[int, ...] = ()
     parallel = 1
     max_depth: int | None = None

@@ -155,9 +155,7 @@ class Fused:
         self.sight: Sight | None = None
         if None in facts.windows:
             see_BTA = causal(b, t, positions_BT.device) if see_BTA is None else see_BTA
-            a = see_BTA.shape[2]
-            # Depths matter to windows alone.
-            self.sight = Sight(cache.lengths_B, pack(see_BTA), positions_BT.new_zeros(b, a), a - t)
+            self.sight = Sight(cache.lengths_B, pack(see_BTA), see_BTA.shape[2])
 
     def begin(self) -> None:
         """In inference mode."""

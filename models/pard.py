@@ -76,7 +76,7 @@ class Pard(nn.Module):
     method = "pard"
     Config = PardConfig
     draft_needs = frozenset({"ids"})
-    loss_needs = frozenset({"ids", "last_hidden", "teacher"})
+    loss_needs = frozenset({"ids", "teacher"})
     taps: tuple[int, ...] = ()
     d2t_W: Tensor | None
     t2d_V: Tensor | None

@@ -52,10 +52,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..losses.distill import Logits, Oov, Weigh, fused_score, make_teacher, weighed_loss
+from ..losses.distill import Logits, Oov, Weigh, fused_score, weighed_loss
 from ..losses.objective import Objective
 from .drafter import Batch, TargetOut, Terms
 from .layers import keyed_uniform
+from .supervision import teacher_of
 
 Legal = Literal["pair", "supervised", "full_block"]
 LEGAL: dict[Legal, str] = {
@@ -580,7 +581,7 @@ def score(
 ) -> Terms:
     """The term `slots`: the weighted sum of the objective over `slots.flat_R` (divide it by `denominator`), and metrics.
 
-    The teacher of a label is the target's state one token before it. Without states (`out.last_hidden_BTD` None; the
+    The teacher of a label is the target's state one token before it, or what was kept of that. Without either (the
     objective must be ce) the data's tokens stand in for it. Metrics per `drafted` d: `accuracy_d`, `accept_d`; besides
     `lost_mass`, `run_length`, `run_length_sq` (leading correct slots of groups that have every d up to `depths`; None =
     the largest there is), as `supervision.Scorer` has them, all unweighted.
@@ -591,22 +592,17 @@ def score(
     own_R = slots.weight_BQ.flatten()[flat_R]
     weight_R: Tensor | Weigh = (lambda chance_R: own_R * dpace(chance_R, slots)) if weight == "dpace" else own_R
     lost_R: Tensor | None = None
-    if out.last_hidden_BTD is None:
+    if out.last_hidden_BTD is None and out.likeliest is None:
         if [name for _, name in objective] != ["ce"]:
             raise ValueError("objective: this method reads no target states, so that only ce is possible")
         loss, scored = weighed_loss(logits, objective, draft_R, weight_R)
         correct_R = scored.top_T == draft_R
         accept_R = torch.where(draft_R >= 0, (-scored.ce_T).exp(), 0)
     else:
-        assert out.head is not None
         t = batch.ids_BT.shape[1]
         row_R = flat_R // slots.anchor_BQ.shape[1]
         states_U, index_R = (row_R * t + slots.label_BQ.flatten()[flat_R] - 1).unique(return_inverse=True)
-        log_z_U = None if out.log_z_BT is None else out.log_z_BT.flatten()[states_U]
-        top_U = None if out.top_BT is None else out.top_BT.flatten()[states_U]
-        hidden_UD = out.last_hidden_BTD.flatten(0, 1)[states_U]
-        states = None if out.by_head is None else out.by_head(hidden_UD, d2t_W)
-        bank = make_teacher(out.head, hidden_UD, log_z_U, top_U, d2t_W, t2d_V, states=states, reads=len(index_R))
+        bank = teacher_of(out, lambda x: x.flatten(0, 1)[states_U], d2t_W, t2d_V, reads=len(index_R))
         loss, told = fused_score(logits, bank.rows(index_R, draft_R), objective, oov, weight_R)
         correct_R, accept_R, lost_R = told.correct_R, told.accept_R, told.lost_R
     terms = Terms({"slots": loss}, accept_R=accept_R)

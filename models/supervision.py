@@ -9,12 +9,13 @@ Test: pytest tests/test_methods.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..losses.distill import ON_FEATURES, Logits, Oov, Scored, Teacher, fused_score, make_teacher
+from ..losses.distill import ON_FEATURES, Logits, Oov, Scored, Teacher, fused_score, make_teacher, make_top_teacher
 from ..losses.objective import Objective
 from .drafter import Batch, TargetOut, Terms, supervised
 from .layers import keyed_uniform
@@ -82,6 +83,23 @@ class Packing:
         return x_BHQd.transpose(1, 2).flatten(2).flatten(0, 1)[self.back_R]
 
 
+def teacher_of(
+    out: TargetOut, take: Callable[[Tensor], Tensor], d2t_W: Tensor | None, t2d_V: Tensor | None, *, reads: int
+) -> Teacher:
+    """The teacher of some rows of a batch, by its likeliest ids where these are there, else by the target's states.
+    `take`: those rows [U, ..] of a tensor [B, T, ..]; `reads` as in `make_teacher`."""
+    top_U = None if out.top_BT is None else take(out.top_BT)
+    if out.likeliest is not None:
+        assert top_U is not None
+        told = out.likeliest
+        return make_top_teacher(take(told.ids_BTK), take(told.log_p_BTK), take(told.tail_BT), top_U, t2d_V)
+    assert out.last_hidden_BTD is not None and out.head is not None
+    hidden_UD = take(out.last_hidden_BTD)
+    log_z_U = None if out.log_z_BT is None else take(out.log_z_BT)
+    states = None if out.by_head is None else out.by_head(hidden_UD, d2t_W)
+    return make_teacher(out.head, hidden_UD, log_z_U, top_U, d2t_W, t2d_V, states=states, reads=reads)
+
+
 class Scorer:
     """Collects the terms of a loss, depth by depth.
 
@@ -102,14 +120,10 @@ class Scorer:
         oov: Oov,
         depth_weight: float,
     ) -> None:
-        assert out.last_hidden_BTD is not None and out.head is not None
         self.rows, self.objective, self.oov, self.depth_weight = rows, objective, oov, depth_weight
-        log_z_R = None if out.log_z_BT is None else rows.take(out.log_z_BT, 1)
-        top_R = None if out.top_BT is None else rows.take(out.top_BT, 1)
-        self.hidden_RD = rows.take(out.last_hidden_BTD, 1)  # row i: the state after the anchor of rows.flat_R[i]
-        states = None if out.by_head is None else out.by_head(self.hidden_RD, d2t_W)
-        reads = sum(map(len, rows.pairs))
-        self.teacher = make_teacher(out.head, self.hidden_RD, log_z_R, top_R, d2t_W, t2d_V, states=states, reads=reads)
+        # Row i: the state after the anchor of rows.flat_R[i].
+        self.hidden_RD = None if out.last_hidden_BTD is None else rows.take(out.last_hidden_BTD, 1)
+        self.teacher = teacher_of(out, lambda x: rows.take(x, 1), d2t_W, t2d_V, reads=sum(map(len, rows.pairs)))
         tokens_R = rows.take(batch.ids_BT, 2)
         self.labels_R = tokens_R if t2d_V is None else t2d_V[tokens_R]
         self.terms_ = Terms({})
@@ -129,7 +143,7 @@ class Scorer:
         loss, scored = fused_score(logits, self.teacher_of(depth), on_rows, self.oov)
         for factor, name in self.objective:
             if name in ON_FEATURES:
-                assert feature_RD is not None
+                assert feature_RD is not None and self.hidden_RD is not None
                 loss = loss + factor * ON_FEATURES[name](feature_RD, self.hidden_RD[pairs_R + depth - 1]).sum()
         self.terms_.losses[f"depth_{depth}"] = loss * self.depth_weight ** (depth - 1)
         if depth == 1:

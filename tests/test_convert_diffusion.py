@@ -18,6 +18,7 @@ import yaml
 from diffusion_worker import CASES, every_case
 from safetensors.torch import load_file, save_file
 from test_distributed import accelerate, facts, losses, same_bits
+from test_run_report import observed
 
 from draftsmith.configs.diffusion import read_config
 from draftsmith.configs.parse import UsageError, to_yaml
@@ -107,6 +108,7 @@ def test_wrong_requests_are_refused_by_name() -> None:
 
 def test_a_run_learns_and_leaves_a_folder(converted: Path) -> None:
     heldout = lines(converted, "heldout")
+    observed(converted)
     assert [x["step"] for x in heldout] == [0, 3, 6] and heldout[2]["hidden_loss"] < heldout[0]["hidden_loss"]
     assert {"hidden_loss", "accuracy", "sure"} <= heldout[0].keys()
     ours = json.loads((converted / "export/config.json").read_text())["draftsmith"]
@@ -131,6 +133,7 @@ def test_certainty_forcing_goes_on_from_it(converted: Path, tmp_path: Path) -> N
     a, b = (dict(x.adapters.trained.named_parameters()) for x in (before, after))
     assert a.keys() == b.keys() and not any(torch.equal(a[n], b[n]) for n in a)
     assert lines(tmp_path, "heldout")[-1]["entropy"] > 0
+    observed(tmp_path)
 
 
 def test_a_conversion_goes_on_under_another_objective(converted: Path, tmp_path: Path) -> None:

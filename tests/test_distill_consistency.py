@@ -19,6 +19,7 @@ import yaml
 from consistency_worker import CASES, every_case, first_step
 from safetensors.torch import load_file
 from test_distributed import accelerate, facts, losses, same_bits
+from test_run_report import observed
 
 from draftsmith.configs.consistency import GuardConfig, read_config
 from draftsmith.configs.parse import UsageError, to_yaml
@@ -176,6 +177,7 @@ def test_first_guesses_of_decoding_are_those_of_the_training() -> None:
 
 def test_a_run_leaves_a_model_that_loads(trained: Path) -> None:
     heldout, probes = lines(trained, "heldout"), lines(trained, "probe")
+    observed(trained)
     assert [x["step"] for x in heldout] == [x["step"] for x in probes] == [0, 3, 6]
     assert {"ar_loss"} <= heldout[0].keys()
     assert {"tokens_per_forward", "repeated_share", "forwards"} <= probes[0].keys()

@@ -4,8 +4,8 @@ numbers is what numbers take. Against measured peaks of whole runs: tests/bench/
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -149,8 +149,9 @@ def test_each_stage_divides_what_it_says(engine: str) -> None:
     assert eight["moments"] == (one["moments"] // 8 if stage >= 1 else one["moments"])
     assert eight["gradients"] == (one["gradients"] // 8 if stage >= 2 else one["gradients"])
     weights = 4 * NUMBERS.trained
-    assert eight["drafter"] - NUMBERS.fixed_bytes == (weights // 8 if stage >= 3 else weights)
-    assert ("engine masters" in eight) == (stage >= 1)
+    assert eight["drafter"] - NUMBERS.fixed_bytes == weights  # whole in the loss, with stage 3 too
+    assert eight.get("engine masters", 0) == (weights // 8 if stage >= 3 else 0)
+    assert ("engine masters" in eight) == (stage >= 3)
     assert eight["activations"] == one["activations"] == PARTS["activations"]
 
 
@@ -230,15 +231,13 @@ def test_verdict_and_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert found["largest_micro_batch"] == 2
 
 
-def test_what_would_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_fit_is_named() -> None:
     """Four rows do not fit, one does."""
-    _, four = planned(capsys, *QUICK)
-    _, one = planned(capsys, *QUICK, "batch.rows=1")
-    room = (four["moments"]["training"] + one["moments"]["training"]) / 2e9
-    code, found = planned(capsys, *QUICK, "--memory_gb", f"{room}", "--reserve_gb", "0", "states.source=live")
-    assert code == 1
-    assert 1 <= found["largest_micro_batch"] < 4
-    assert any("rows a device=1" in way for way in found["would_fit"])
+    work = work_of(recipe("medusa"))
+    four, one = (make_plan(work, rows, "ddp", "replicated") for rows in (4, 1))
+    config = plan.PlanConfig("x", memory_gb=(four.peak + one.peak) / 2e9, reserve_gb=0.0)
+    found = plan.what_would(work, four, config)
+    assert any("rows a device=1" in way for way in found)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +278,7 @@ def test_moments_are_the_optimisers() -> None:
     module.register_parameter("lm_head", torch.nn.Parameter(torch.zeros(3, 5)))
     module.register_parameter("norm", torch.nn.Parameter(torch.zeros(7)))
     assert plan_run.moment_numbers(module, OptimConfig()) == 2 * (24 + 15 + 7)
+    assert plan_run.moment_numbers(module, OptimConfig(name="sgd")) == 0
     assert plan_run.moment_numbers(module, OptimConfig(name="muon")) == 24 + 2 * (15 + 7)
 
 
@@ -290,8 +290,6 @@ def test_devices_have_their_sources(name: str) -> None:
 
 def test_large_targets_have_the_numbers_they_are_known_by() -> None:
     """A 70B target takes seconds and no memory to speak of; its numbers are those of its model card."""
-    sys.path.append(str(RECIPES.parent / "tests/bench"))
-    from plan import LARGE  # type: ignore[import-not-found]
     from transformers import AutoConfig
 
     known = {
@@ -299,7 +297,11 @@ def test_large_targets_have_the_numbers_they_are_known_by() -> None:
         "Qwen3-32B": 32_762_123_264,
         "Llama-3.3-70B-Instruct": 70_553_706_496,
     }
-    for name, settings in LARGE.items():
+    spec = importlib.util.spec_from_file_location("plans", RECIPES.parent / "tests/bench/plan.py")
+    assert spec is not None and spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    for name, settings in bench.LARGE.items():
         with Outline() as outline, outline.counted_as("target"):
             target = outline_target(AutoConfig.for_model(**settings), name, "bfloat16")
         assert sum(p.numel() for p in target.model.parameters()) == known[name.split("/")[1]]

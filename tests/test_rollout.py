@@ -13,9 +13,9 @@ import pytest
 
 from draftsmith.data.encode import encode_all, prompt_ids, stop_ids
 from draftsmith.data.sources import Conversation, DataConfig, load_conversations
-from draftsmith.inference import endpoint
+from draftsmith.inference import endpoints
 from draftsmith.inference import rollout as module
-from draftsmith.inference.rollout import RolloutConfig, invent, rollout, rollout_endpoint, run_rollout
+from draftsmith.inference.rollout import RolloutConfig, invent, rollout, rollout_endpoints, run_rollout
 from draftsmith.inference.speculate import generate
 from draftsmith.losses.probs import SamplingParams
 
@@ -106,7 +106,7 @@ def test_truncated_answers_are_counted_and_stay_open(serve: Any, tokenizer: Any,
         return choice("" if i == 10 else f"answer {i}", "length" if i % 3 == 0 and i < 10 else "stop")
 
     server, out = serve(reply), tmp_path / "a.jsonl"
-    report = rollout_endpoint(server.url, [ask(i) for i in range(11)], out, PARAMS, progress=False)
+    report = rollout_endpoints([server.url], [ask(i) for i in range(11)], out, PARAMS, progress=False)
     assert (report.answered, report.truncated, dict(report.failed)) == (10, 4, {"empty answer": 1})
     assert "4 truncated" in str(report) and "1 (empty answer)" in str(report)
     assert {r["id"] for r in lines(out).values() if r["truncated"]} == {"c0", "c3", "c6", "c9"}
@@ -123,7 +123,7 @@ def test_truncated_answers_are_counted_and_stay_open(serve: Any, tokenizer: Any,
 
 
 def test_a_server_that_is_busy_is_asked_again(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint.time, "sleep", lambda _: None)
+    monkeypatch.setattr(endpoints, "REST", 0.01)
     tries: dict[int, int] = {}
 
     def reply(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -131,7 +131,7 @@ def test_a_server_that_is_busy_is_asked_again(serve: Any, tmp_path: Path, monkey
         tries[i] = tries.get(i, 0) + 1
         return (503, {}) if tries[i] < 3 else (400, {}) if i == 1 else choice("fine")
 
-    report = rollout_endpoint(serve(reply).url, [ask(0), ask(1)], tmp_path / "a.jsonl", PARAMS, progress=False)
+    report = rollout_endpoints([serve(reply).url], [ask(0), ask(1)], tmp_path / "a.jsonl", PARAMS, progress=False)
     assert report.answered == 1 and dict(report.failed) == {"server answered 400": 1}
     assert tries == {0: 3, 1: 3}
 
@@ -139,15 +139,15 @@ def test_a_server_that_is_busy_is_asked_again(serve: Any, tmp_path: Path, monkey
 def test_a_server_that_is_gone_or_refuses_ends_the_run(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint.time, "sleep", lambda _: None)
+    monkeypatch.setattr(endpoints, "REST", 0.01)
     out = tmp_path / "a.jsonl"
     with pytest.raises(ValueError, match=r"cannot be reached \(ConnectError, 4 tries\)"):
-        rollout_endpoint("http://127.0.0.1:9/v1", [ask(0)], out, PARAMS, progress=False)
+        rollout_endpoints(["http://127.0.0.1:9/v1"], [ask(0)], out, PARAMS, progress=False)
     with pytest.raises(ValueError, match="answered 401: wrong key, path or model"):
-        rollout_endpoint(serve(lambda _: (401, {})).url, [ask(0)], out, PARAMS, progress=False)
+        rollout_endpoints([serve(lambda _: (401, {})).url], [ask(0)], out, PARAMS, progress=False)
     with pytest.raises(ValueError, match=r"no conversation could be answered: .*1 \(finish_reason 'tool_calls'\)"):
-        rollout_endpoint(
-            serve(lambda _: choice("x", "tool_calls")).url, [ask(0)], tmp_path / "b.jsonl", PARAMS, progress=False
+        rollout_endpoints(
+            [serve(lambda _: choice("x", "tool_calls")).url], [ask(0)], tmp_path / "b.jsonl", PARAMS, progress=False
         )
 
 
@@ -158,7 +158,10 @@ def test_the_key_goes_to_the_server_and_nowhere_else(
     source.write_text(json.dumps({"messages": ask(0).messages}) + "\n")
     server = serve(lambda _: choice("fine"))
     config = RolloutConfig(
-        out=str(tmp_path / "a.jsonl"), endpoint=server.url, api_key_env="PLANTED", data=DataConfig(source=str(source))
+        out=str(tmp_path / "a.jsonl"),
+        endpoint=(server.url,),
+        api_key_env="PLANTED",
+        data=DataConfig(source=str(source)),
     )
     with pytest.raises(ValueError, match="'PLANTED': this environment variable is not set"):
         run_rollout(config)
@@ -181,7 +184,7 @@ def test_every_turn_is_answered_in_its_place(serve: Any, tmp_path: Path) -> None
         Conversation("t", [{"role": "tool", "content": "x"}]),
     ]
     out = tmp_path / "a.jsonl"
-    report = rollout_endpoint(serve(reply).url, conversations, out, PARAMS, progress=False)
+    report = rollout_endpoints([serve(reply).url], conversations, out, PARAMS, progress=False)
     found = lines(out)
     first = "<prompt 0>"
     assert [m["content"] for m in found["c0"]["messages"]] == ["prompt 0", first, "two", f"<prompt 0|{first}|two>"]
@@ -263,7 +266,13 @@ def test_prompts_that_do_not_fit_are_failures(tiny: Any, tmp_path: Path) -> None
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for name, value in {"out": "x.txt", "batch_rows": 0, "endpoint": "localhost", "temperature": -1.0}.items():
+    for name, value in {
+        "out": "x.txt",
+        "batch_rows": 0,
+        "endpoint": ("localhost",),
+        "temperature": -1.0,
+        "in_flight": (2,),
+    }.items():
         with pytest.raises(ValueError, match=name):
             RolloutConfig(**{"out": "x.jsonl", name: value})
 
@@ -308,6 +317,6 @@ def test_invented_prompts_are_answered(tmp_path: Path, monkeypatch: pytest.Monke
     run_rollout(RolloutConfig(out=str(out), target="tiny", invent=2, max_new_tokens=4, dtype="float32"))
     assert lines(out).keys() == {"c0", "c1"}
     with pytest.raises(ValueError, match="a chat endpoint opens no user turn"):
-        RolloutConfig(out=str(out), invent=2, endpoint="http://127.0.0.1:1/v1")
+        RolloutConfig(out=str(out), invent=2, endpoint=("http://127.0.0.1:1/v1",))
     with pytest.raises(ValueError, match="invent = -1"):
         RolloutConfig(out=str(out), invent=-1)

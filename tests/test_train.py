@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from test_run_report import observed
 from torch import nn
 
 from draftsmith.configs.training import (
@@ -28,9 +31,11 @@ from draftsmith.data.batch import Batch, TargetOut, supervised
 from draftsmith.data.encode import Sample
 from draftsmith.data.packing import collate, make_batch
 from draftsmith.models.drafter import Terms
-from draftsmith.train import checkpoint, distill_draft, loop
+from draftsmith.models.pretrained import tiny_target
+from draftsmith.train import checkpoint, distill_draft, loop, timing, utilisation
 from draftsmith.train.loop import LossModule, State, evaluate, interval, train, wrong
 from draftsmith.train.optimiser import lr_factor, make_optimisers
+from draftsmith.train.plan_devices import DEVICES
 from draftsmith.train.stream import Stream, sample_ids
 
 VOCAB = 16
@@ -453,17 +458,177 @@ def test_probe_and_metrics_are_logged(tmp_path: Path) -> None:
     assert {"loss", "lr", "grad_norm", "accuracy_1", "tokens_per_second", "skipped"} <= line.keys()
 
 
+GROUPS = {"train/loss", "train/lr", "train/grad_norm", "train/tokens", "train/accuracy_1", "train/tokens_per_second"}
+GROUPS |= {
+    "speed/tokens_per_second_per_device",
+    "memory/peak_gib",
+    "heldout/tau",
+    "heldout/run_length_low",
+    "probe/tau",
+}
+GROUPS |= {f"time/{part}" for part in (*timing.PARTS, "other")}
+
+
+def tracked_names(tracker: str, folder: Path) -> set[str]:
+    """Names in what a tracker has written."""
+    if tracker == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found: set[str] = set()
+        for place in {p.parent for p in folder.glob("**/events.out.tfevents*")}:
+            found |= set(EventAccumulator(str(place)).Reload().Tags()["scalars"])
+        return found
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    for _ in range(100):  # wandb's own process may be behind; names stand in its file as they are
+        written = path.read_bytes()
+        found = {name for name in GROUPS if name.encode() in written}
+        if found == GROUPS:
+            break
+        time.sleep(0.1)
+    return found
+
+
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_trackers_by_choice(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_have_one_layout(tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, below the run folder, under the names of the table in train/README.md; settings without local paths."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
     log = LogConfig(every=1, trackers=(tracker,), progress=False)  # type: ignore[arg-type]
-    config = config_of(tmp_path, log=log, budget=BudgetConfig(steps=2))
-    accelerator = Accelerator(cpu=True, log_with=[tracker], project_dir=str(tmp_path))
-    train(config, accelerator, Toy(), stream_of(config, make_samples(6)), lambda b: TargetOut(), tmp_path)
-    pattern = {"tensorboard": "**/events.out.tfevents*", "wandb": "wandb/offline-run-*/*.wandb"}[tracker]
-    assert list(tmp_path.glob(pattern))
+    evaluation = EvalConfig(every=2, probe_every=2)
+    run_to = tmp_path / "run"
+    config = config_of(run_to, log=log, budget=BudgetConfig(steps=2), evaluate=evaluation)
+    run_to.mkdir()
+    accelerator = Accelerator(cpu=True, log_with=[tracker], project_dir=str(run_to))
+    seen: dict[str, Any] = {}
+    start = accelerator.init_trackers
+    monkeypatch.setattr(
+        accelerator, "init_trackers", lambda *a, **more: (seen.update(config=a[1], **more), start(*a, **more))
+    )
+    train(
+        config, accelerator, Toy(), stream_of(config, make_samples(6)), lambda b: TargetOut(), run_to,
+        heldout=[collate([s]) for s in make_samples(2)], probe=lambda d, stopped: {"tau": 1.5},
+    )  # fmt: skip
+    names = tracked_names(tracker, run_to)
+    assert names >= GROUPS, sorted(GROUPS - names)
+    table = (ROOT / "train/README.md").read_text()
+    for name in GROUPS - {"train/accuracy_1"}:
+        group, _, leaf = name.partition("/")
+        leaf = leaf.removesuffix("_low")
+        assert f"`{name}`" in table or (f"`{group}/...`" in table and f"`{leaf}`" in table), name
+    assert seen["config"]["optim.lr"] == 1e-2 and seen["config"]["batch.row_length"] == 16
+    assert str(tmp_path) not in json.dumps(seen["config"])
+    if tracker == "wandb":  # the next launch goes on with the same run
+        first = seen["init_kwargs"]["wandb"]
+        assert (
+            first["resume"] == "allow" and (run_to / "wandb_id").read_text() == first["id"] and first["name"] == "run"
+        )
+
+
+# Where the time goes
+
+
+def test_the_time_of_a_step_is_split_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Ten lines' steps with a target that takes 20 ms a micro-batch, two of them a step."""
+
+    def slow(batch: Batch) -> TargetOut:
+        time.sleep(0.02)
+        return TargetOut()
+
+    config = config_of(tmp_path, batch=BatchConfig(16, 1, 2), log=LogConfig(every=2, progress=False))
+    train(config, Accelerator(cpu=True), Toy(), stream_of(config, make_samples(12)), slow, tmp_path)
+    found = lines(tmp_path, "train")
+    assert [x["step"] for x in found] == [1, 2, 4, 6]
+    before = 0.0
+    for line, steps in zip(found, (1, 1, 2, 2), strict=True):
+        per_step = (line["seconds"] - before) / steps
+        before = line["seconds"]
+        assert 0.04 <= line["time/target"] < per_step
+        assert sum(line[f"time/{part}"] for part in (*timing.PARTS, "other")) == pytest.approx(per_step, rel=0.05)
+        assert line["time/drafter"] > 0 < line["time/update"] and line["time/data"] > 0
+        assert line["tokens_per_second"] == line["speed/tokens_per_second_per_device"]
+        assert 0.05 < line["memory/peak_gib"] < 100 and "speed/mfu" not in line
+    tokens = [x["tokens"] for x in found]
+    assert found[2]["tokens_per_second"] == pytest.approx(
+        (tokens[2] - tokens[1]) / (found[2]["seconds"] - found[1]["seconds"])
+    )
+
+
+class Event:
+    """A stand-in for a GPU's: in a queue that runs 5 ms per entry."""
+
+    made, waits = 0, 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0
+
+    def record(self) -> None:
+        Event.made += 1
+        self.at = Event.made
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+    def elapsed_time(self, other: Event) -> float:
+        return 5.0 * (other.at - self.at)
+
+
+def test_a_gpu_is_waited_for_when_a_line_is_written_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(timing, "peak_flops", lambda device: 1e12)
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    clock = timing.StepClock(accelerator, flops_per_token=1e8)
+    for _ in range(4):
+        for part in ("data", "update", None, "target", "drafter", "update", "drafter", "update", None):
+            clock.mark(part)
+        clock.step_taken(tokens=50, seconds=0.05)
+    assert Event.waits == 0
+    found = clock.figures()
+    assert Event.waits == 1
+    times = {part: found[f"time/{part}"] for part in (*timing.PARTS, "other")}
+    assert times == pytest.approx({"data": 0.005, "target": 0.005, "drafter": 0.01, "update": 0.015, "other": 0.015})
+    assert found["memory/peak_gib"] == 3.0 and found["speed/mfu"] == pytest.approx(1e8 * 1000 / 1e12)
+    assert clock.figures()["time/data"] == 0.0
+    for _ in range(timing.MOST_EVENTS + 1):  # a line that is never written holds no more than so many
+        clock.mark("data")
+    assert len(clock.events) < 10 and Event.waits == 3
+
+
+def test_peaks_are_those_of_the_table_or_none() -> None:
+    names = {
+        "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H100 PCIe": "h100-pcie", "Tesla T4": "t4",
+        "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA A100-PCIE-40GB": "a100-40", "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA L40S": "l40s", "NVIDIA L4": "l4", "NVIDIA B200": "b200", "AMD Instinct MI300X": "mi300x",
+    }  # fmt: skip
+    for name, key in names.items():
+        assert timing.flops_of_name(name, DEVICES[key].memory_gb * 1e9) == DEVICES[key].tflops * 1e12, name
+    for name in ("NVIDIA GeForce RTX 3090 Ti", "NVIDIA L40", "NVIDIA H100 NVL", "x86_64", "NVIDIA RTX A6000"):
+        assert timing.flops_of_name(name, 48e9) is None, name
+    assert timing.peak_flops(torch.device("cpu")) is None
+
+
+def test_the_work_per_token_is_that_of_the_recipes_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against EAGLE-3's products of one depth on captured states, by hand: every matrix forward and twice backward, attention,
+    and the teacher's head."""
+    recipe = ["--config", str(ROOT / "configs/quick.yaml"), "drafter.steps=1", "precision=bf16", "batch.rows=1"]
+    config = distill_draft.read_config(recipe, "test")
+    target, accelerator = tiny_target(), Accelerator(cpu=True)
+    samples = [Sample(0, torch.arange(512) % 250, torch.arange(512) >= 0)]
+    stream = Stream(samples, row_length=512, rows=1, accumulate=1, seed=0)
+    said: list[str] = []
+    assert utilisation.flops_per_token(config, target, stream, accelerator, said.append) is None  # no peak, no figure
+    monkeypatch.setattr(utilisation, "peak_flops", lambda device: 1e12)
+    found = utilisation.flops_per_token(config, target, stream, accelerator, said.append)
+    assert found is not None and not said
+    drafter, _ = distill_draft.build_drafter(config, target, samples)
+    matrices = sum(p.numel() for n, p in drafter.named_parameters() if p.ndim == 2)
+    teacher = 2 * target.facts.vocab * target.facts.width
+    attention = 12 * 512 * target.facts.width  # all pairs of a row
+    assert 0.95 < found / (6 * matrices + teacher + attention) < 1.1
+    monkeypatch.setattr(utilisation, "counted", lambda *_: 1 / 0)
+    assert utilisation.flops_per_token(config, target, stream, accelerator, said.append) is None
+    assert said == ["speed/mfu is left out: ZeroDivisionError: division by zero"]
 
 
 def test_b11_a_head_to_start_from_keeps_its_mapping_and_takes_the_recipes_settings(tmp_path: Path) -> None:
@@ -476,6 +641,7 @@ def test_b11_a_head_to_start_from_keeps_its_mapping_and_takes_the_recipes_settin
     ]
     recipe += ["budget.steps=1", "evaluate.conversations=2"]
     assert distill_draft.main([*recipe, "draft_vocab=64", f"run={tmp_path / 'a'}"]) == 0
+    observed(tmp_path / "a")
     first = f"init_from={tmp_path / 'a/export'}"
     assert distill_draft.main([*recipe, first, "drafter.train_head=false", f"run={tmp_path / 'b'}"]) == 0
     a, b = (load_file(tmp_path / run / "export/model.safetensors") for run in "ab")
@@ -483,3 +649,12 @@ def test_b11_a_head_to_start_from_keeps_its_mapping_and_takes_the_recipes_settin
     assert not torch.equal(a["fc.weight"], b["fc.weight"])
     with pytest.raises(ValueError, match=r"other `drafter` settings.*fc_norm"):
         distill_draft.main([*recipe, first, "drafter.fc_norm=true", f"run={tmp_path / 'c'}"])
+
+
+@pytest.mark.parametrize("method", ["medusa", "dspark"])
+def test_nothing_held_out_is_no_fault(method: str, tmp_path: Path) -> None:
+    """By choice, or because there is too little data: a source of fewer than 20 conversations is all trained on."""
+    recipe = [f"method={method}", "target.name=tiny", "target.dtype=float32", "data.limit=19", "data.max_length=512"]
+    recipe += ["batch.row_length=512", "log.progress=false", "budget.steps=1", "evaluate.conversations=0"]
+    assert distill_draft.main([*recipe, f"run={tmp_path / 'run'}"]) == 0
+    assert (tmp_path / "run/export/model.safetensors").exists()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.inference import verify as rules
 from draftsmith.kernels import compact, tree_attention, verify
-from draftsmith.kernels.tree_attention import Sight, pack, paths
+from draftsmith.kernels.tree_attention import Sight, pack
 from draftsmith.models.cache import Cache
 from draftsmith.models.tree import Proposal, Tree
 
@@ -127,50 +127,42 @@ def sights() -> Iterator[tuple[Sight, Tensor, int]]:
     """(sight, what rows see of the tail, slots) of trees over ragged rows."""
     torch.manual_seed(1)
     for n in (0, 5, 70):
-        see_BMM, depths_BM = grown(3, n)
-        yield Sight(torch.tensor([0, 9, 4]), pack(see_BMM), depths_BM), see_BMM, 9 + n + 1 + 2
+        see_BMM = grown(3, n)
+        yield Sight(torch.tensor([0, 9, 4]), pack(see_BMM), n + 1), see_BMM, 9 + n + 1 + 2
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_sight_is_the_cache_mask(window: int | None) -> None:
+def test_a_sight_is_the_cache_mask() -> None:
     for sight, see_BMM, slots in sights():
         cache = Cache(3, slots, 1, 1, 4, torch.float32, "cpu", read_all=True)
         cache.lengths_B.copy_(sight.lengths_B)
         cache.positions_BS.copy_(torch.arange(slots).expand(3, -1))
-        cache.begin(sight.lengths_B[:, None] + sight.depths_BA)
-        want_BMS = cache.mask(see_BMM, window)[:, 0]
-        assert torch.equal(tree_attention.visible(sight, slots, window), want_BMS)
+        cache.begin(sight.lengths_B[:, None] + torch.arange(sight.tail))
+        want_BMS = cache.mask(see_BMM)[:, 0]
+        assert torch.equal(tree_attention.visible(sight, slots), want_BMS)
 
 
-def test_bits_and_paths_say_what_a_tree_says() -> None:
+def test_bits_say_what_a_tree_says() -> None:
     parents_BN = torch.tensor([[0, 0, 1, 3, 2], [0, 1, 2, 3, 4]])
     depths_BN = torch.tensor([[1, 1, 2, 3, 2], [1, 2, 3, 4, 5]])
     valid_BN = torch.tensor([[True] * 5, [True, True, True, False, False]])
     tree = Tree(parents_BN, parents_BN, depths_BN, torch.zeros(2, 5), valid_BN)
     assert tree.ancestors()[0, 4].tolist() == [0b11011]
-    depths_BM = torch.nn.functional.pad(depths_BN, (1, 0))
-    order_BMK = paths(tree.visible(), depths_BM, 6)
-    assert order_BMK[0, 4].tolist() == [0, 1, 3, 4, -1, -1] and order_BMK[0, 5].tolist() == [0, 2, 5, -1, -1, -1]
-    assert order_BMK[1, 3].tolist() == [0, 1, 2, 3, -1, -1] and order_BMK[1, 5].tolist() == [0, 1, 2, 3, 5, -1]
 
 
 @pytest.mark.parametrize(("heads", "keys"), [(2, 2), (6, 2), (8, 1)])
-@pytest.mark.parametrize("window", [None, 3])
-def test_folded_attention_equals_its_reference(heads: int, keys: int, window: int | None) -> None:
+def test_folded_attention_equals_its_reference(heads: int, keys: int) -> None:
     for sight, _, slots in sights():
         q, k, v = inputs(3, sight.bits_BMX.shape[1], heads, keys, 24, slots, torch.float32)
         for dtype, atol in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)):
             own = [x.to(dtype) for x in (q, k, v)]
-            want = tree_attention.reference(*(x.double() for x in own), sight, 0.4, window)
-            got = tree_attention.tree_attention(*own, sight, 0.4, window)
+            want = tree_attention.reference(*(x.double() for x in own), sight, 0.4)
+            got = tree_attention.tree_attention(*own, sight, 0.4)
             assert got.dtype == dtype and float((got.double() - want).abs().max()) < atol
-            once = tree_attention.bias(sight, slots, heads // keys, dtype, window)
-            assert torch.equal(got, tree_attention.tree_attention(*own, sight, 0.4, bias_B1RS=once))
 
 
 def test_a_row_that_sees_nothing_gives_zeros() -> None:
     q, k, v = inputs(1, 2, 2, 1, 16, 20, torch.float32)
-    sight = Sight(torch.tensor([0]), torch.tensor([[[1], [0]]]), torch.tensor([[0, 1]]))
+    sight = Sight(torch.tensor([0]), torch.tensor([[[1], [0]]]), 2)
     assert not tree_attention.reference(q, k, v, sight)[0, 1].any()
     assert not tree_attention.tree_attention(q, k, v, sight)[0, 1].any()
 
@@ -187,17 +179,12 @@ def test_attention_refuses_what_does_not_fit() -> None:
 
 def test_plain_forms_ask_nothing(no_questions: None) -> None:
     """So that a whole step of them can be recorded, and tested here."""
-    for sight, see_BMM, slots in (
-        (Sight(torch.tensor([3, 1]), pack(see), depths), see, 12)
-        for see, depths in [(torch.ones(2, 4, 4).tril().bool(), torch.arange(4).repeat(2, 1))]
-    ):
-        q, k, v = (torch.ones(2, 4, 2, 8), *torch.ones(2, 2, 1, slots, 8))
-        tree_attention.tree_attention(q, k, v, sight, window=3)
-        paths(see_BMM, sight.depths_BA, 4)
-        parents_BN = torch.arange(3).repeat(2, 1)
-        chain = verify.Candidates(parents_BN, parents_BN, torch.ones(2, 3).bool(), 3, torch.ones(2, 4, 5))
-        coins = rules.Coins(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 4))
-        for rule in verify.RULES:
-            choice = verify.verify(rule, torch.zeros(2, 4, 5), torch.ones(2), chain, coins)
-        lengths_B = sight.lengths_B.clone()
-        compact.compact(torch.zeros(1, 2, 2, 1, slots, 8), lengths_B, choice.path_BL, choice.counts_B)
+    sight = Sight(torch.tensor([3, 1]), pack(torch.ones(2, 4, 4).tril().bool()), 4)
+    tree_attention.tree_attention(torch.ones(2, 4, 2, 8), *torch.ones(2, 2, 1, 12, 8), sight)
+    parents_BN = torch.arange(3).repeat(2, 1)
+    chain = verify.Candidates(parents_BN, parents_BN, torch.ones(2, 3).bool(), 3, torch.ones(2, 4, 5))
+    coins = rules.Coins(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 4))
+    for rule in verify.RULES:
+        choice = verify.verify(rule, torch.zeros(2, 4, 5), torch.ones(2), chain, coins)
+    lengths_B = sight.lengths_B.clone()
+    compact.compact(torch.zeros(1, 2, 2, 1, 12, 8), lengths_B, choice.path_BL, choice.counts_B)

@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.configs.diffusion import DiffusionConfig, read_config
-from draftsmith.configs.parse import guarded
 from draftsmith.inference.adapter_folder import load_adapters
 from draftsmith.models.adapters import Adapters
 from draftsmith.models.block_diffusion import BlockDiffusion
 from draftsmith.models.target import Target
 from draftsmith.train.diffusion_run import denoiser_tuning
-from draftsmith.train.script import end
+from draftsmith.train.script import run
 from draftsmith.train.tuning import Tuning, launch
 
 SCRIPT = Path(__file__).name
@@ -46,4 +45,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end(guarded(main))
+    run(main)

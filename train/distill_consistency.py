@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 from draftsmith.configs.consistency import ConsistencyRun, read_config
-from draftsmith.configs.parse import guarded
 from draftsmith.data.encode import Sample
 from draftsmith.data.sources import Conversation
 from draftsmith.inference.consistency_folder import save_consistency
@@ -31,7 +30,7 @@ from draftsmith.models.adapters import Adapters
 from draftsmith.models.consistency import Consistency, ConsistencyConfig
 from draftsmith.models.target import Target
 from draftsmith.train.guard import decoding_of, jacobi_probe, judge_of
-from draftsmith.train.script import end
+from draftsmith.train.script import run
 from draftsmith.train.tuning import Tuning, launch
 
 DECODED = {"text": "prompt"}  # first guesses that decoding does not offer, and those that stand for them
@@ -105,4 +104,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end(guarded(main))
+    run(main)

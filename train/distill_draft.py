@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from draftsmith.configs.parse import UsageError, guarded, keys_of, nearest, parse, read_recipe, split_tokens
+from draftsmith.configs.parse import UsageError, keys_of, nearest, parse, read_recipe, split_tokens
 from draftsmith.configs.training import TrainConfig, check
 from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
@@ -39,18 +39,20 @@ from draftsmith.models.target import Target, live_states
 from draftsmith.train import engine
 from draftsmith.train.loop import Summary, train
 from draftsmith.train.script import (
+    claim,
     conversations,
-    end,
     how_it_ended,
     last_heldout,
     make_stream,
     refuse_other_run,
+    run,
     run_facts,
     say_plan,
     silent,
     target_of,
     write_run_file,
 )
+from draftsmith.train.utilisation import flops_per_token
 
 SCRIPT = "distill_draft.py"
 
@@ -100,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = target_of(config, accelerator)
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
-    heldout_samples, _ = encode_all(heldout_talks, target.tokenizer, config.data.max_length)
+    heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
     say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
 
     drafter, covered = build_drafter(config, target, samples)
@@ -110,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{config.method}: {trained / 1e6:.1f} M trained parameters; draft vocabulary {draft_vocab_text(drafter, covered)}"
     )
 
+    claim(folder, accelerator)
     say_plan(config, target, samples, accelerator, say)
     if accelerator.is_main_process:
         write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
@@ -132,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heldout=heldout,
         heldout_states_of=heldout_states_of,
         probe=speculative_probe(target, prompts, config) if prompts else None,
+        flops_per_token=flops_per_token(config, target, stream, accelerator, say),
     )
     code = how_it_ended(config, summary, say)
     if code is not None:
@@ -189,19 +193,23 @@ def states(
     accelerator: Accelerator,
 ) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
     """The usable samples, and a function that gives the target's states of a batch of them."""
-    needs_last = bool({"last_hidden", "teacher"} & drafter.loss_needs)
     if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
         return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed)
     if config.states.source == "captured" and samples:
         place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
+        last_hidden, top_k = config.states.keeps(drafter.loss_needs, getattr(drafter.config, "objective", ""))
         store = capture(
             target,
             samples,
             place / split,
             taps=drafter.taps,
-            need_last_hidden=needs_last,
+            need_last_hidden=last_hidden,
             batch_tokens=config.states.batch_tokens,
             progress=accelerator.is_main_process,
+            stored=config.states.stored,
+            last_stored=config.states.last_stored,
+            top_k=top_k,
+            verify=config.states.verify,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
         )
@@ -263,4 +271,4 @@ def draft_vocab_text(drafter: Any, covered: float) -> str:
 
 
 if __name__ == "__main__":
-    end(guarded(main))
+    run(main)

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from ..configs.runs import RunConfig
 from ..configs.training import BudgetConfig, differing
 from ..data.batch import Batch, TargetOut
-from . import checkpoint, engine
+from . import checkpoint, engine, signs
 from .checkpoint import State
 from .optimiser import lr_factor, make_optimisers, set_lr
 from .runlog import RunLog, duration
 from .stream import Stream, sample_ids
+from .timing import StepClock
 
 SPIKE = 5.0  # a step whose loss exceeds this multiple of the running median is skipped
 MEDIAN_OF = 101  # steps in the running median
@@ -91,6 +92,11 @@ class Stop:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
+    def asked(self) -> bool:
+        """Whether a signal came: what long work that is no step asks between its parts, which is a sign of life."""
+        signs.moved()
+        return bool(self.signal)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal and time.monotonic() - self.at > ECHO:
             os._exit(128 + number)
@@ -140,12 +146,14 @@ def train(
     probe: Callable[[nn.Module, Callable[[], bool]], dict[str, float]] | None = None,
     evaluate_first: bool = False,
     judge: Judge = by_run_length,
+    flops_per_token: float | None = None,
 ) -> Summary:
     """Train `drafter` until the budget is used, a signal or the judge ends it, or too many steps in a row had to be skipped.
 
     `states_of` gives the target's states of a batch. `heldout`: batches of held-out conversations, the same list in
     every process. `probe(drafter, stop)`: a real run of the decoder, on the main process. `evaluate_first`: figures of step 0
     too (`state.first`), what a run is to be held against. `judge(state, figures)`: which step is best, and whether to go on.
+    `flops_per_token`: what a step multiplies, for the log (train/utilisation.py).
     Every process calls this.
     Raises ValueError when the run folder holds a run with other settings, RuntimeError after MAX_SKIPS skips in a row.
     """
@@ -176,9 +184,12 @@ def train(
     summary = Summary(state)
     last_save, rate = time.monotonic(), 0.0
     logged: dict[str, tuple[float, float]] = {}
-    with RunLog(folder, config, accelerator, state.step) as log, Stop() as stop:
+    clock = StepClock(accelerator, flops_per_token)
+    with RunLog(folder, config, accelerator, state.step, state.skipped) as log, Stop() as stop:
         for name in damaged:
             log.write("note", state.step, {"damaged": name}, f"checkpoint {name} is incomplete or damaged, passed over")
+        if accelerator.is_main_process:
+            checkpoint.set_aside(folder / "checkpoints", damaged)
         if start is not None:
             log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
 
@@ -193,15 +204,16 @@ def train(
             """Held-out figures and probe; the same in every process. A signal makes all of it nothing: the next launch
             measures again."""
             rng, found = checkpoint.rng_state(), dict[str, dict[str, float]]()
-            for kind in kinds:
-                if kind == "heldout":
-                    found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
-                    continue
-                figures: dict[str, float] = {}
-                if probe is not None and accelerator.is_main_process:
-                    figures = probe(drafter, lambda: bool(stop.signal))
-                    drafter.train()
-                found[kind] = engine.shared(accelerator, figures)
+            with engine.whole(drafter.parameters()):
+                for kind in kinds:
+                    if kind == "heldout":
+                        found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                        continue
+                    figures: dict[str, float] = {}
+                    if probe is not None and accelerator.is_main_process:
+                        figures = probe(drafter, stop.asked)
+                        drafter.train()
+                    found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
             if stopped:
                 checkpoint.set_rng_state(rng)
@@ -239,9 +251,11 @@ def train(
         if evaluate_first and not state.step and not state.first:
             state.first = measure(wanted(True))
 
+        signs.watched(True)
         while True:
             # 3. Held-out figures and the probe of the step that was taken (here, so that those which a signal cut are made
             #    by the next launch), and what the judge says to them.
+            clock.mark(None)
             if state.window >= stream.windows(state.epoch):
                 state.epoch, state.window = state.epoch + 1, 0
             used = budget_used(config.budget, state, total_steps)
@@ -250,12 +264,15 @@ def train(
 
             # 4. The window of the next step; its counts over all processes, before any loss.
             began = time.monotonic()
+            clock.mark("data")
+            signs.at(f"step {state.step + 1}")
             state.done = used >= 1.0
             stop_here = config.budget.stop_at is not None and state.step >= config.budget.stop_at
             batches = [b.to(device) for b in stream.window(state.epoch, state.window)]
             local = [drafter.denominators(b, min(used, 1.0)) for b in batches]  # type: ignore[operator]
             names = sorted(local[0])
             save_due = accelerator.is_main_process and time.monotonic() - last_save > config.save.minutes * 60
+            clock.mark("update")  # here: what processes tell each other
             sums = engine.total(
                 accelerator,
                 [
@@ -265,6 +282,7 @@ def train(
                     float(save_due),
                 ],
             )
+            clock.mark(None)
             counts, (tokens, stopped, due) = dict(zip(names, sums[:-3], strict=True)), sums[-3:]
 
             # 5. Save at rest: between steps, where a few integers say all. The end of the budget always saves.
@@ -294,13 +312,18 @@ def train(
                 if bad:
                     break
                 last = i == len(batches) - 1
+                clock.mark("target")
                 with torch.no_grad():
                     if rewrite is not None:  # on-policy methods: own samples, before the target reads them
-                        batch = rewrite(batch, min(used, 1.0))
+                        with engine.whole(drafter.parameters()):
+                            batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
+                clock.mark("drafter")
                 with accelerator.no_sync(model) if not last else nullcontext():
                     part, pairs = model(batch, target_out, min(used, 1.0), counts)
+                    clock.mark("update")
                     share, stopped = engine.total(accelerator, [float(part.detach()), float(stop.signal)])
+                    clock.mark("drafter")
                     loss += share
                     bad = "stopped" if stopped else wrong(loss, state)
                     if not bad:
@@ -308,6 +331,7 @@ def train(
                 add(metrics, {name: (float(value), float(count)) for name, (value, count) in pairs.items()})
 
             # 8. Update, or skip: count it, name its samples, and give up when nothing else comes.
+            clock.mark("update")
             if bad == "stopped":
                 engine.discard(accelerator, model, optimisers)
                 checkpoint.set_rng_state(rng)
@@ -329,6 +353,8 @@ def train(
                 state.first_median = statistics.median(state.losses)
             (rate,) = engine.total(accelerator, [time.monotonic() - began if accelerator.is_main_process else 0.0])
             state.seconds += rate  # the main process's clock decides: budgets must end everywhere in the same step
+            clock.mark(None)
+            clock.step_taken(tokens, rate)
 
             # 9. Say how it goes.
             add(logged, metrics)
@@ -339,11 +365,13 @@ def train(
                 figures = values(engine.total_pairs(accelerator, logged))
                 logged = {}
                 figures |= {"loss": loss, "lr": lr, "grad_norm": norm, "epoch": state.epoch, "tokens": state.tokens}
-                figures |= {"tokens_per_second": tokens / rate, "seconds": state.seconds, "skipped": state.skipped}
+                figures |= {"seconds": state.seconds, "skipped": state.skipped} | clock.figures()
                 text = (
                     f"step {state.step}  loss {loss:.4f}  lr {lr:.2e}  {tokens / rate:.0f} tok/s  {duration(left)} left"
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
+        signs.watched(False)
+    engine.put_together(drafter)
     return summary
 
 
@@ -408,7 +436,7 @@ def evaluate(
     module.drafter.eval()
     mine: dict[str, tuple[float, float]] = {}
     for i in range(accelerator.process_index, len(batches), accelerator.num_processes):
-        if stop.signal:
+        if stop.asked():
             break
         batch = batches[i].to(accelerator.device)
         counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]

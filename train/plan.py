@@ -31,7 +31,7 @@ from ..models import METHODS
 from ..models.outline import load_config
 from .distill_draft import read_config as read_draft
 from .plan_devices import DEVICES, USUAL_SHARE, Device, device_of, step_seconds
-from .plan_memory import Engine, Placement, Term, largest, most_rows, total
+from .plan_memory import ENGINES, Placement, Term, largest, most_rows, total
 from .plan_run import Plan, Work, count, make_plan, size, text_of
 
 GB = 1e9
@@ -51,8 +51,6 @@ class PlanConfig:
     """Devices of a node."""
     nodes: int = 1
     """Nodes."""
-    engine: Engine = "ddp"
-    """How the drafter is spread over devices: ddp, or DeepSpeed's ZeRO stages."""
     placement: Placement = "replicated"
     """Where the frozen target is: whole on every device; sharded over them; on devices of its own; in 4 (nf4) or 8 bits
     (int8); or absent, its states captured elsewhere before."""
@@ -143,7 +141,7 @@ def run_plan(config: PlanConfig, argv: Sequence[str]) -> int:
     text = text_of(run, target.vocab_size, config.samples, config.tokens, config.supervised)
     rows = math.ceil(run.batch.rows / config.world)
     work = Work(run, name, target, text, config.world)
-    plan = make_plan(work, rows, config.engine, config.placement, config.gpu is None)
+    plan = make_plan(work, rows, work.engine, config.placement, config.gpu is None)
     fits = None if config.room is None else plan.peak <= config.room
     most = largest_micro_batch(work, plan, config) if config.room is not None else None
     ways = what_would(work, plan, config) if fits is False else []
@@ -175,7 +173,7 @@ def largest_micro_batch(work: Work, plan: Plan, config: PlanConfig) -> int:
 
     def peak(rows: int) -> int:
         if rows not in known:
-            known[rows] = make_plan(work, rows, config.engine, config.placement, config.gpu is None).peak
+            known[rows] = make_plan(work, rows, work.engine, config.placement, config.gpu is None).peak
         return known[rows]
 
     return most_rows(peak, config.room, max(MOST_TOKENS // work.run.batch.row_length, 1))
@@ -186,10 +184,9 @@ def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
     assert config.room is not None
     room, one = (
         config.room,
-        plan if plan.rows == 1 else make_plan(work, 1, config.engine, config.placement, config.gpu is None),
+        plan if plan.rows == 1 else make_plan(work, 1, work.engine, config.placement, config.gpu is None),
     )
-    engines: list[Engine] = [config.engine]
-    engines += [e for e in ("zero2", "zero3") if config.world > 1 and e != config.engine]
+    engines = [work.engine, *(e for e in ENGINES if config.world > 1 and e != work.engine)]
     found: list[str] = []
     for place in ("replicated", "sharded", "own", "nf4", "absent"):
         try:
@@ -201,7 +198,7 @@ def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
         for engine in engines:
             for of in (plan, one):
                 changed = {"placement": place} if place != config.placement else {}
-                changed |= {"engine": engine} if engine != config.engine else {}
+                changed |= {"engine": engine} if engine != work.engine else {}
                 changed |= {"rows a device": "1"} if of.rows != plan.rows else {}
                 peak = of.again(engine, place).peak
                 if changed and peak <= room:
@@ -235,7 +232,7 @@ def lines(plan: Plan, config: PlanConfig, fits: bool | None, most: int | None, w
         f"{run.method} for {work.name}: {numbers.trained:,} trained numbers, {numbers.target:,} frozen",
         f"batch: {run.batch.rows} rows of {run.batch.row_length:,} tokens x {run.batch.accumulate} a step, {plan.rows} "
         f"{'row' if plan.rows == 1 else 'rows'} a device, {plan.supervised:,} tokens of them supervised ({work.text.said})",
-        f"memory of a device, {plan.moment} ({config.engine}, target {config.placement}, {config.world} "
+        f"memory of a device, {plan.moment} ({work.engine}, target {config.placement}, {config.world} "
         f"{'device' if config.world == 1 else 'devices'}):",
         *table(plan.terms),
         f"  total {size(plan.peak)}"

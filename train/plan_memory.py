@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Engine = Literal["ddp", "zero1", "zero2", "zero3"]
 Placement = Literal["replicated", "sharded", "own", "nf4", "int8", "absent"]
-BUCKET = 500_000_000  # numbers in the buffer in which DeepSpeed reduces gradients (its default `reduce_bucket_size`)
+BUCKET = 50_000_000  # numbers in which DeepSpeed reduces gradients (configs/deepspeed, `reduce_bucket_size`)
 NF4_BITS = 4.127  # QLoRA, arXiv:2305.14314, section 3: 4 bits, and 0.127 of constants that are quantised themselves
 INT8_BITS = 8.0  # LLM.int8, arXiv:2208.07339; a scale per row is left out
 
@@ -32,15 +31,15 @@ class Split:
     bucket: bool
 
 
-# Rajbhandari et al., arXiv:1910.02054, section 5; DeepSpeed keeps a partition of its own also of fp32 weights
-# (`single_partition_of_fp32_groups`), and DDP's buckets are the gradients themselves (`gradient_as_bucket_view`).
+# Rajbhandari et al., arXiv:1910.02054, section 5. Weights are fp32 and updated in place (`engine.share_masters`). ZeRO-3's
+# are whole at the peak, in the loss's forward and backward (`engine.Whole`), beside the part that each device keeps. DDP's
+# buckets are the gradients themselves (`gradient_as_bucket_view`).
 ENGINES: dict[str, Split] = {
     "ddp": Split(weights=False, masters=None, gradients=False, moments=False, bucket=False),
-    "zero1": Split(weights=False, masters=True, gradients=False, moments=True, bucket=True),
-    "zero2": Split(weights=False, masters=True, gradients=True, moments=True, bucket=True),
-    "zero3": Split(weights=True, masters=True, gradients=True, moments=True, bucket=True),
+    "zero1": Split(weights=False, masters=None, gradients=False, moments=True, bucket=True),
+    "zero2": Split(weights=False, masters=None, gradients=True, moments=True, bucket=True),
+    "zero3": Split(weights=False, masters=True, gradients=True, moments=True, bucket=True),
 }
-STAGES: tuple[Engine, ...] = ("ddp", "zero1", "zero2", "zero3")  # by ZeRO stage
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from ..configs.runs import RunConfig
 from ..configs.training import OptimConfig, TrainConfig
 from ..data.batch import Batch
 from ..data.encode import Sample, encode_all
+from ..data.formats import top_bytes
 from ..data.packing import make_batch
-from ..data.states import ROW_BYTES, SHARD_TOKENS
+from ..data.states import FORMAT, ROW_BYTES, SHARD_TOKENS, StateFields, estimate
 from ..models import METHODS
 from ..models.adapters import Adapters
 from ..models.block_diffusion import BlockDiffusion, CertaintyForcing
@@ -32,7 +33,6 @@ from ..models.outline import Outline, outline_target
 from ..models.target import DTYPES, Target
 from .plan_memory import (
     Disk,
-    Engine,
     Numbers,
     Placement,
     Term,
@@ -133,6 +133,11 @@ class Work:
     text: Text
     world: int
 
+    @property
+    def engine(self) -> str:
+        """That of the recipe; `auto` is ddp until a launcher says otherwise."""
+        return "ddp" if self.run.engine == "auto" else self.run.engine
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -168,13 +173,13 @@ class Plan:
         """Of one optimiser step of one device."""
         return self.step.flops * self.work.run.batch.accumulate
 
-    def again(self, engine: Engine, placement: Placement) -> Plan:
+    def again(self, engine: str, placement: Placement) -> Plan:
         """The same micro-batch, spread otherwise."""
         moments = moments_of(self.work, self.numbers, self.step, engine, placement, self.capture_pass, self.one_memory)
         return replace(self, moments=moments)
 
 
-def make_plan(work: Work, rows: int, engine: Engine, placement: Placement, one_memory: bool = True) -> Plan:
+def make_plan(work: Work, rows: int, engine: str, placement: Placement, one_memory: bool = True) -> Plan:
     """Trace one micro-batch of `rows` rows on shapes, and add up. `one_memory`: weights and checkpoints' copies share one
     memory, as on CPUs. Raises ValueError for what the recipe's own script would refuse."""
     run = work.run
@@ -182,7 +187,7 @@ def make_plan(work: Work, rows: int, engine: Engine, placement: Placement, one_m
     several = run.batch.accumulate > 1 or work.world > 1
     built, step, weights = trace(lambda outline: build(work, outline), batch, run.precision, kept_gradients=several)
     numbers = numbers_of(built, weights, run.optim)
-    capture_pass, capture_flops = capture_of(work, built) if built.stored else (0, None)
+    capture_pass, capture_flops = capture_of(work, built) if built.fields is not None else (0, None)
     return Plan(
         work,
         rows,
@@ -207,11 +212,30 @@ def build(work: Work, outline: Outline) -> Built:
     with outline.counted_as("fixed"):
         if isinstance(run, TrainConfig):
             drafter = build_drafter(run, target)
-            needs = drafter.loss_needs
-            stored = run.states.source == "captured" and not needs <= {"ids"}
-            return Built(target, drafter.train(), drafter.taps, needs, stored)
-        module = build_inside(run, target).train()
-        return Built(target, module, (), frozenset({"ids"}), False)
+            stored = run.states.source == "captured" and not drafter.loss_needs <= {"ids"}
+            return Built(target, drafter.train(), drafter.loss_needs, fields_of(run, drafter) if stored else None)
+        return Built(target, build_inside(run, target).train(), frozenset({"ids"}), None)
+
+
+def fields_of(run: TrainConfig, drafter: Any) -> StateFields:
+    """What captured states of this recipe hold; what they are compared by is left empty."""
+    last_hidden, top_k = run.states.keeps(drafter.loss_needs, getattr(drafter.config, "objective", ""))
+    return StateFields(
+        format=FORMAT,
+        target="",
+        tokenizer="",
+        template="",
+        dtype=run.target.dtype,
+        length=run.data.max_length,
+        data="",
+        width=drafter.facts.width,
+        vocab=drafter.facts.vocab,
+        taps=drafter.taps,
+        stored=run.states.stored if drafter.taps else "none",
+        last_hidden=last_hidden,
+        last_stored=run.states.last_stored,
+        top_k=top_k,
+    )
 
 
 def build_drafter(run: TrainConfig, target: Target) -> Any:
@@ -255,8 +279,10 @@ def numbers_of(built: Built, weights: dict[str, int], optim: OptimConfig) -> Num
 
 
 def moment_numbers(module: nn.Module, optim: OptimConfig) -> int:
-    """AdamW keeps two for each trained number, Muon one (train/optimiser.py says which is whose)."""
+    """AdamW keeps two for each trained number, Muon one, SGD none (train/optimiser.py says which is whose)."""
     kept = 0
+    if optim.name == "sgd":
+        return kept
     for name, p in module.named_parameters():
         if p.requires_grad:
             muon = optim.name == "muon" and p.ndim == 2 and "head" not in name and "embed" not in name
@@ -277,7 +303,7 @@ def capture_of(work: Work, built: Built) -> tuple[int, int]:
         outline.measure()
         held = outline.peak
         ids_BT, positions_BT = torch.zeros(rows, length, dtype=torch.int64), torch.arange(length).expand(rows, length)
-        out = target.forward(ids_BT, positions_BT, taps=built.taps)
+        out = target.forward(ids_BT, positions_BT, taps=() if built.fields is None else built.fields.taps)
         states = [x for x in (out.taps_BTPD, out.last_hidden_BTD) if x is not None]
         by_pass = outline.flops
         if work.config.vocab_size:
@@ -293,7 +319,7 @@ def moments_of(
     work: Work,
     numbers: Numbers,
     step: Step,
-    engine: Engine,
+    engine: str,
     placement: Placement,
     capture_pass: int,
     one_memory: bool,
@@ -330,15 +356,26 @@ def disk_of(work: Work, built: Built, numbers: Numbers) -> Disk | None:
     run, text = work.run, work.text
     if text.tokens is None:
         return None
-    each = built.token_bytes
-    rows = ROW_BYTES * text.tokens if built.stored else 0
+    states, rows = stored_bytes(text, built)
     dtype = DTYPES[run.target.dtype].itemsize
     model = sum(p.numel() for p in built.target.model.parameters())
     export = dtype * model if isinstance(run, ConsistencyRun) else 4 * numbers.trained
     if isinstance(run, TrainConfig):
         export = dtype * numbers.trained + numbers.fixed_bytes
-    heldout = text.heldout * (each + ROW_BYTES) if built.stored else 0
-    return Disk(text.tokens * each, rows + heldout, checkpoint_bytes(numbers), run.save.keep + 1, export)
+    return Disk(states, rows, checkpoint_bytes(numbers), run.save.keep + 1, export)
+
+
+def stored_bytes(text: Text, built: Built) -> tuple[int, int]:
+    """Of captured states: shards' states, and what stands beside them; of the held-out data, both."""
+    if built.fields is None or text.tokens is None:
+        return 0, 0
+    fields, told = built.fields, top_bytes(built.fields.top_k, built.fields.vocab) if built.fields.top_k else 0
+    if text.samples:
+        states, rest = estimate(text.samples, fields)
+    else:
+        states = text.tokens * fields.token_bytes + math.ceil(text.tokens / SHARD_TOKENS) * fields.shard_bytes
+        rest = round(text.tokens * (ROW_BYTES + text.supervised * told))
+    return states, rest + round(text.heldout * (fields.token_bytes + ROW_BYTES + text.supervised * told))
 
 
 def notes_of(run: RunConfig) -> tuple[str, ...]:
@@ -369,7 +406,7 @@ def count(number: float) -> str:
     return f"{number / 1e6:.2f} M"
 
 
-def short_form(work: Work, engine: Engine, one_memory: bool) -> list[str]:
+def short_form(work: Work, engine: str, one_memory: bool) -> list[str]:
     """What training scripts say before they start."""
     rows = math.ceil(work.run.batch.rows / work.world)
     plan = make_plan(work, rows, engine, "replicated", one_memory)

@@ -6,36 +6,44 @@ Tests: `pytest tests/test_train.py tests/test_config.py tests/test_convert_diffu
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
+import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 import yaml
 from accelerate import Accelerator
 
-from ..configs.parse import one_line
+from ..configs.parse import Failure, guarded, one_line
 from ..configs.runs import RunConfig
 from ..configs.training import TrainConfig, differing
 from ..data.encode import Sample
 from ..data.sources import Conversation, load_conversations
-from ..data.states import data_fingerprint
+from ..data.states import data_fingerprint, write_atomically
 from ..inference.card import scrub_values
 from ..inference.exporters.layout import RunFacts
 from ..models.loading import load_target
 from ..models.target import Target
-from . import checkpoint
-from .engine import is_deepspeed
+from . import checkpoint, signs
+from .engine import engine_of
 from .loop import Summary
 from .stream import Stream
 
+GONE = "another process of this training is gone"
 NEEDS_NO_PLAN = 10_000_000  # numbers of a target
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed", "safetensors")
+
+
+_held: dict[Path, TextIO] = {}  # run folders of this process, and their locks
 
 
 def refuse_other_run(folder: Path, config: RunConfig) -> None:
@@ -100,15 +108,14 @@ def say_plan(
     numbers = sum(p.numel() for p in target.model.parameters())
     if not accelerator.is_main_process or numbers < NEEDS_NO_PLAN or not samples:
         return
-    from . import plan_memory, plan_run  # which most launches of tests do without
+    from . import plan_run  # which most launches of tests do without
 
     tokens = sum(map(len, samples))
     supervised = sum(int(s.supervised.sum()) for s in samples) / tokens
     text = plan_run.Text(list(samples), 0, tokens, supervised, "the data's fullest")
     work = plan_run.Work(config, target.facts.name, target.model.config, text, accelerator.num_processes)
-    stage = accelerator.state.deepspeed_plugin.zero_stage if is_deepspeed(accelerator) else 0
     try:
-        say("\n".join(plan_run.short_form(work, plan_memory.STAGES[stage], accelerator.device.type == "cpu")))
+        say("\n".join(plan_run.short_form(work, engine_of(accelerator), accelerator.device.type == "cpu")))
     except Exception as error:
         say(f"plan: none ({one_line(error)})")
 
@@ -194,9 +201,8 @@ def write_run_file(
         },
         "deterministic": config.deterministic,
     }
-    folder.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(scrub_values(json.loads(json.dumps(facts))), sort_keys=False)
-    (folder / "run.yaml").write_text(text)
+    write_atomically(folder / "run.yaml", lambda path: path.write_text(text))
 
 
 def command(script: str, argv: Sequence[str]) -> str:
@@ -224,9 +230,72 @@ def silent(*_: Any, **__: Any) -> None:
     """What processes other than the main one print."""
 
 
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """A script's `main`, and the end of its process: 0, or one line and another exit code (configs/parse.py)."""
+
+    def plain() -> int:
+        try:
+            return main() or 0
+        except (RuntimeError, MemoryError, OSError) as error:
+            if (text := in_plain_words(error)) is None:
+                raise
+            raise Failure(text) from error
+
+    end(guarded(plain))
+
+
+def in_plain_words(error: Exception) -> str | None:
+    """What a library's error means for who started the training; None where its own words are the best."""
+    text = one_line(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
+        return (
+            f"out of memory: lower batch.row_length, or batch.rows (batch.accumulate makes up for them); {text[:200]}"
+        )
+    if (
+        isinstance(error, OSError)
+        and error.filename is None
+        and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    ):
+        return (
+            f"{error.strerror}: what was complete is untouched, and the same command goes on from the newest checkpoint"
+        )
+    if isinstance(error, torch.distributed.DistError) or "gloo" in text:
+        return f"{GONE} (killed, out of memory, or failed with a line of its own); the same command goes on from the newest checkpoint"
+    return None
+
+
+def claim(folder: Path, accelerator: Accelerator) -> None:
+    """Take the run folder for this launch, until its process ends, however it does. Raises ValueError when another launch
+    has it: two that write into one folder would spoil both."""
+    place = folder.resolve()
+    if not accelerator.is_main_process or place in _held:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(
+            f"{folder} is in use by another launch ({file.read().strip() or 'unknown'}): wait for it, stop it, or choose "
+            "another `run` folder"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _held[place] = file
+
+
 def end(code: int) -> NoReturn:
-    """Leave with this exit code, once the other processes are let go."""
+    """Leave with this exit code. When a process fails, the others learn it from their broken connections, and the launcher:
+    no farewell is waited for."""
+    signs.ended()
     sys.stdout.flush()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if code in (1, 2):
+            sys.stderr.flush()
+            os._exit(code)
         torch.distributed.destroy_process_group()
     sys.exit(code)

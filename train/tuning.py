@@ -25,6 +25,7 @@ from ..models.target import Target
 from . import checkpoint, engine
 from .loop import Judge, Probe, by_run_length, train
 from .script import (
+    claim,
     conversations,
     how_it_ended,
     logged,
@@ -36,6 +37,7 @@ from .script import (
     target_of,
     write_run_file,
 )
+from .utilisation import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -87,23 +89,26 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
         say(f"warning: {tuning.warning}")
     if tuning.probe and not heldout_samples:
         say("warning: too few conversations to hold some out: nothing is measured, and any step may be the best one")
+    claim(folder, accelerator)
     say_plan(config, target, samples, accelerator, say)
     if accelerator.is_main_process:
         write_run_file(folder, config, script, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
 
     prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
+    stream = make_stream(config, samples, accelerator)
     summary = train(
         config,
         accelerator,
         module,
-        make_stream(config, samples, accelerator),
+        stream,
         lambda batch: TargetOut(),  # every pass of the target is part of the loss
         folder,
         heldout=[collate([sample], config.seed) for sample in heldout_samples],
         probe=tuning.probe(prompts) if tuning.probe and prompts else None,
         evaluate_first=True,
         judge=tuning.judge,
+        flops_per_token=flops_per_token(config, target, stream, accelerator, say),
     )
     code, best = how_it_ended(config, summary, say), summary.state.best_step
     if code is not None and summary.stopped is None:

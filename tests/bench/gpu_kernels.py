@@ -73,7 +73,7 @@ def tree_attention(wrapper: Any, reference: Any) -> Pair:
     kv = torch.randn(2, b, 8, slots, 128, dtype=torch.bfloat16)
     q_BMHD = torch.randn(b, m, 32, 128, dtype=torch.bfloat16)
     see_BMM = torch.ones(b, m, m, dtype=torch.bool).tril()
-    sight = Sight(torch.full((b,), slots - m), pack(see_BMM), torch.arange(m).repeat(b, 1))
+    sight = Sight(torch.full((b,), slots - m), pack(see_BMM), m)
     return lambda: wrapper(q_BMHD, *kv, sight), lambda: reference(q_BMHD, *kv, sight)
 
 

@@ -93,7 +93,7 @@ LARGE: dict[str, dict[str, Any]] = {
 MACHINES: dict[str, list[str]] = {
     "1 x 24 GB": ["--gpu", "rtx4090", "--placement", "{small}", "batch.rows=1"],
     "8 x 80 GB": ["--gpu", "h100", "--devices", "8", "--placement", "{large}", "batch.rows=8"],
-    "4 x 8 x 80 GB": ["--gpu", "h100", "--devices", "8", "--nodes", "4", "--engine", "zero2", "--placement", "{large}", "batch.rows=32"],
+    "4 x 8 x 80 GB": ["--gpu", "h100", "--devices", "8", "--nodes", "4", "engine=zero2", "--placement", "{large}", "batch.rows=32"],
 }  # fmt: skip
 
 

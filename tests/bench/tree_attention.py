@@ -1,7 +1,7 @@
 """How attention of a verification pass is best asked of PyTorch on a CPU, one layer of a small target.
 
 Rows of q_len 1, 5 and 16 over 512 slots, 9 query heads on 3 key heads of width 64 (SmolLM2-135M), one thread. `folded`
-is what kernels/tree_attention.py does; the others give the boolean mask that `Cache.mask` makes.
+is what models/lean_pass.py does, whose mask is made once per pass; the others give the boolean mask that `Cache.mask` makes.
 
     python tests/bench/tree_attention.py           # 5 seconds
 
@@ -17,7 +17,8 @@ import time
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from draftsmith.kernels.tree_attention import Sight, bias, folded, pack, reference, visible
+from draftsmith.kernels.tree_attention import Sight, pack, reference, visible
+from draftsmith.models.lean_pass import attend
 
 HEADS, KEYS, WIDTH, SLOTS, REPEATS = 9, 3, 64, 512, 80
 
@@ -26,16 +27,16 @@ def measured(dtype: torch.dtype, rows: int) -> dict[str, float]:
     """Microseconds per form."""
     q = torch.randn(1, HEADS, rows, WIDTH).to(dtype).transpose(1, 2)
     k, v = torch.randn(2, 1, KEYS, SLOTS, WIDTH).to(dtype)
-    depths_BA = torch.arange(rows)[None]
-    sight = Sight(torch.tensor([SLOTS - rows - 3]), pack((depths_BA <= depths_BA.T)[None]), depths_BA)
+    steps = torch.arange(rows)
+    sight = Sight(torch.tensor([SLOTS - rows - 3]), pack((steps <= steps[:, None])[None]), rows)
     see_B1MS = visible(sight, SLOTS)[:, None]
-    once = bias(sight, SLOTS, HEADS // KEYS, dtype)
     group = HEADS // KEYS
+    bias_B1RS = torch.zeros(see_B1MS.shape, dtype=dtype).masked_fill_(~see_B1MS, -torch.inf).repeat_interleave(group, 2)
     q_BHMD = q.transpose(1, 2)
     forms = {
         "repeated": lambda: sdpa(q_BHMD, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), see_B1MS),
         "enable_gqa": lambda: sdpa(q_BHMD, k, v, see_B1MS, enable_gqa=True),
-        "folded": lambda: folded(q, k, v, once).transpose(1, 2),
+        "folded": lambda: attend(q, k, v, bias_B1RS, True, False).view(1, rows, HEADS, WIDTH).transpose(1, 2),
     }
     want = reference(q.double(), k.double(), v.double(), sight).transpose(1, 2)
     atol = 1e-5 if dtype == torch.float32 else 2e-3  # a rounding of outputs of about 0.1, and of the weights

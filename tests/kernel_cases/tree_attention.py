@@ -11,24 +11,21 @@ import torch
 from kernel_proof import Case
 from torch import Tensor
 
-from draftsmith.kernels.tree_attention import Sight, pack, paths, reference, tree_attention
+from draftsmith.kernels.tree_attention import Sight, pack, reference, tree_attention
 
 
-def grown(b: int, n: int) -> tuple[Tensor, Tensor]:
-    """Random trees: what the rows see [B, M, M], and their depths [B, M]. About one node in five is unused."""
+def grown(b: int, n: int) -> Tensor:
+    """Random trees: what the rows see, bool [B, M, M]. About one node in five is unused."""
     m = n + 1
-    see_BMM, depths_BM = torch.eye(m, dtype=torch.bool).repeat(b, 1, 1), torch.zeros(b, m, dtype=torch.int64)
+    see_BMM = torch.eye(m, dtype=torch.bool).repeat(b, 1, 1)
     for row in range(b):
         used = [0]
         for node in range(1, m):
             parent = used[int(torch.randint(len(used), ()))]
-            depths_BM[row, node] = depths_BM[row, parent] + 1
-            see_BMM[row, node] |= see_BMM[row, parent]
             if torch.rand(()) < 0.8:
+                see_BMM[row, node] |= see_BMM[row, parent]
                 used.append(node)
-            else:
-                see_BMM[row, node] = torch.eye(m, dtype=torch.bool)[node]
-    return see_BMM, depths_BM
+    return see_BMM
 
 
 def inputs(b: int, m: int, h: int, g: int, d: int, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,60 +39,44 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     # fp32: sums of 300 terms in another order. fp16: weights are rounded to 2**-11 before they meet the values.
     atol = 5e-6 if dtype == torch.float32 else 2e-3
 
-    def compared(
-        name: str, lengths: list[int], n: int, h: int, g: int, d: int, window: int | None = None, by_path: bool = False
-    ) -> Case:
+    def compared(name: str, lengths: list[int], n: int, h: int, g: int, d: int) -> Case:
         b, m = len(lengths), n + 1
-        see_BMM, depths_BM = grown(b, n)
+        see_BMM = grown(b, n)
         slots = max(lengths) + m + 3
         q, k, v = inputs(b, m, h, g, d, slots, dtype)
-        order = paths(see_BMM, depths_BM, int(depths_BM.max()) + 1) if by_path else None
-        sight = Sight(torch.tensor(lengths), pack(see_BMM), depths_BM, paths_BMK=order)
+        sight = Sight(torch.tensor(lengths), pack(see_BMM), m)
         for row, length in enumerate(lengths):  # what nobody can see is not read
             k[row, :, length + m :] = v[row, :, length + m :] = torch.nan
         still = [x.double().nan_to_num() for x in (q, k, v)]
         return Case(
-            name,
-            lambda: (tree_attention(q, k, v, sight, 0.3, window),),
-            lambda: (reference(*still, sight, 0.3, window),),
-            atol,
+            name, lambda: (tree_attention(q, k, v, sight, 0.3),), lambda: (reference(*still, sight, 0.3),), atol
         )
 
     yield compared("trees of 4 nodes, 3 heads per key", [0, 130, 300], 4, 6, 2, 40)
-    yield compared("the same by path", [0, 130, 300], 4, 6, 2, 40, by_path=True)
-    yield compared("a window", [3, 150], 6, 3, 1, 32, window=4)
-    yield compared("a window by path", [3, 280], 6, 3, 1, 32, window=4, by_path=True)
     yield compared("an anchor alone", [0, 1, 64, 257], 0, 2, 2, 33)
     yield compared("64 nodes", [70], 64, 1, 1, 32)
     yield compared("8 heads per key", [45], 2, 8, 1, 32)
-    yield compared("8 heads per key by path", [60], 4, 8, 1, 32, by_path=True)
     yield compared("one head per key, wide", [40], 3, 2, 2, 256)
     yield part_of_the_tail(dtype, atol)
-    yield part_of_the_tail(dtype, atol, by_path=True)
     yield nothing_to_see(dtype)
     yield chain_rows(dtype)
-    yield tree_rows(dtype)
 
 
-def part_of_the_tail(dtype: torch.dtype, atol: float, by_path: bool = False) -> Case:
-    """3 rows in tail slots 2 to 4 of 7, which see whatever they are told to, near the end of the cache. What they see has
-    gaps, so that a slot's depth is not its place in the row's path."""
+def part_of_the_tail(dtype: torch.dtype, atol: float) -> Case:
+    """3 rows of a tail of 7 slots, which see whatever they are told to, near the end of the cache."""
     q, k, v = inputs(2, 3, 4, 2, 16, 57, dtype)
-    see_BMA = torch.rand(2, 3, 7) < 0.5
-    depths_BA = torch.tensor([[0, 1, 2, 2, 3, 3, 3]] * 2)
-    order_BMK = paths(see_BMA, depths_BA, 7) if by_path else None
-    sight = Sight(torch.tensor([50, 9]), pack(see_BMA), depths_BA, 2, order_BMK)
+    sight = Sight(torch.tensor([50, 9]), pack(torch.rand(2, 3, 7) < 0.5), 7)
     return Case(
-        f"rows in the middle of the tail{', by path' if by_path else ''}",
-        lambda: (tree_attention(q, k, v, sight, window=3),),
-        lambda: (reference(q.double(), k.double(), v.double(), sight, window=3),),
+        "rows in the middle of the tail",
+        lambda: (tree_attention(q, k, v, sight),),
+        lambda: (reference(q.double(), k.double(), v.double(), sight),),
         atol,
     )
 
 
 def nothing_to_see(dtype: torch.dtype) -> Case:
     q, k, v = inputs(1, 2, 2, 1, 16, 20, dtype)
-    sight = Sight(torch.tensor([0]), torch.tensor([[[0], [0]]]), torch.tensor([[0, 1]]))
+    sight = Sight(torch.tensor([0]), torch.tensor([[[0], [0]]]), 2)
     return Case(
         "rows that see nothing", lambda: (tree_attention(q, k, v, sight),), lambda: (torch.zeros(1, 2, 2, 16),), 0
     )
@@ -114,7 +95,7 @@ def chain_rows(dtype: torch.dtype) -> Case:
     steps, length = torch.arange(13), 250
 
     def alone(row: int) -> Tensor:
-        sight = Sight(torch.tensor([length + row]), torch.ones(1, 1, 1, dtype=torch.int64), torch.zeros(1, 1).long())
+        sight = Sight(torch.tensor([length + row]), torch.ones(1, 1, 1, dtype=torch.int64), 1)
         with rows_apart():
             return tree_attention(q[:, row : row + 1], k, v, sight)
 
@@ -123,41 +104,9 @@ def chain_rows(dtype: torch.dtype) -> Case:
             return tree_attention(q, k, v, sight)[:, some]
 
     some = [0, 4, 5, 6, 12]  # of several tiles, before and behind slot 256
-    sight = Sight(torch.tensor([length]), pack((steps <= steps[:, None])[None]), steps[None])
+    sight = Sight(torch.tensor([length]), pack((steps <= steps[:, None])[None]), 13)
     return Case(
         "rows of a chain, bit for bit",
-        lambda: (together(),),
-        lambda: (torch.cat([alone(row) for row in some], 1),),
-        0,
-    )
-
-
-def tree_rows(dtype: torch.dtype) -> Case:
-    """Bit for bit: by path, a node of a tree is the same token decoded alone behind its ancestors."""
-    see_BMM, depths_BM = grown(1, 9)
-    q, k, v = inputs(1, 10, 6, 2, 32, 140, dtype)
-    length, longest = 125, int(depths_BM.max()) + 1
-    order_BMK = paths(see_BMM, depths_BM, longest)
-
-    def alone(row: int) -> Tensor:
-        at = order_BMK[0, row]
-        at = at[at >= 0]
-        own_k, own_v = k.clone(), v.clone()
-        own_k[:, :, length : length + len(at)] = k[:, :, length + at]
-        own_v[:, :, length : length + len(at)] = v[:, :, length + at]
-        lengths_B, one = torch.tensor([length + len(at) - 1]), torch.ones(1, 1, 1, dtype=torch.int64)
-        sight = Sight(lengths_B, one, torch.zeros(1, 1).long(), paths_BMK=one - 1)
-        with rows_apart():
-            return tree_attention(q[:, row : row + 1], own_k, own_v, sight)
-
-    def together() -> Tensor:
-        with rows_apart():
-            return tree_attention(q, k, v, sight)[:, some]
-
-    some = [0, 1, 5, 6, 9]
-    sight = Sight(torch.tensor([length]), pack(see_BMM), depths_BM, paths_BMK=order_BMK)
-    return Case(
-        "nodes of a tree by path, bit for bit",
         lambda: (together(),),
         lambda: (torch.cat([alone(row) for row in some], 1),),
         0,
