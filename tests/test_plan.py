@@ -8,10 +8,12 @@ import importlib.util
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +25,7 @@ from draftsmith.models import METHODS
 from draftsmith.models.outline import Outline, load_config, outline_target
 from draftsmith.models.pretrained import tiny_target
 from draftsmith.models.target import live_states
-from draftsmith.train import plan, plan_memory, plan_run
+from draftsmith.train import plan, plan_memory, plan_run, script
 from draftsmith.train.loop import LossModule
 from draftsmith.train.plan_devices import DEVICES, device_of
 from draftsmith.train.plan_memory import ENGINES, Numbers, device_memory, most_rows, target_bytes, total
@@ -325,3 +327,26 @@ def test_without_weights_nothing_is_loaded(capsys: pytest.CaptureFixture[str], t
     out = capsys.readouterr().out
     assert "49,344 trained numbers" in out
     assert str(tmp_path) not in out
+
+
+def test_scripts_say_the_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three lines before a training starts; none for tiny targets, and a plan that fails stops nothing."""
+    run, samples = recipe("medusa"), work_of(recipe("medusa")).text.samples
+    process: Any = SimpleNamespace(
+        is_main_process=True, num_processes=1, distributed_type=DistributedType.NO, device=torch.device("cpu")
+    )
+    said: list[str] = []
+    script.say_plan(run, tiny_target(), samples, process, said.append)
+    assert said == []
+    monkeypatch.setattr(script, "NEEDS_NO_PLAN", 0)
+    script.say_plan(run, tiny_target(), samples, process, said.append)
+    lines = said[0].splitlines()
+    assert [line.split(":")[0] for line in lines] == ["plan"] * 3
+    assert "largest term" in lines[1] and "10 steps" in lines[2]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no shapes")
+
+    monkeypatch.setattr(plan_run, "make_plan", fails)
+    script.say_plan(run, tiny_target(), samples, process, said.append)
+    assert said[1:] == ["plan: none (no shapes)"]
