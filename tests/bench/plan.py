@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
         SMALL, ["method=eagle", "data.max_length=512", "batch.row_length=512", "batch.rows=4"],
     ),
     "medusa, captured, 200 ids": (
-        SMALL, ["method=medusa", "draft_vocab=200", "drafter.heads=4", "data.max_length=512", "batch.row_length=512", "batch.rows=8"],
+        SMALL, ["method=medusa", "draft_vocab=200", "drafter.head=shared", "drafter.heads=4", "data.max_length=512", "batch.row_length=512", "batch.rows=8"],
     ),
     "eagle3, live, 1,024 tokens": (
         SMALL, ["method=eagle3", "states.source=live", "drafter.steps=4", "data.max_length=1024", "batch.row_length=1024", "batch.rows=2"],
