@@ -38,6 +38,6 @@ def flops_per_token(
 def counted(config: RunConfig, target_config: Any, stream: Stream) -> float:
     batch = stream.window(0, 0)[0]
     nothing = Text([], 0, None, 0.0, "")
-    work = Work(config, target_config, nothing, stream.world)
+    work = Work(config, config.target.name, target_config, nothing, stream.world)
     _, step, _ = trace(lambda outline: build(work, outline), batch, config.precision, kept_gradients=False)
     return step.flops / batch.ids_BT.numel()
