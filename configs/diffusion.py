@@ -73,6 +73,8 @@ class DiffusionConfig:
     """Seed of initial weights, data order and noise."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation."""
+    engine: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
+    """What processes share (`TrainConfig.engine`); a launch by another engine is refused."""
     processes: int | None = None
     """Processes that must take part; null = whatever the launcher started."""
     stall_minutes: float = 10.0

@@ -300,9 +300,7 @@ def guarded(main: Callable[[], int | None]) -> int:
         return 130
     except Exception as error:
         text = f"{type(error).__name__}: {one_line(error)}"
-        if isinstance(error, Failure):
-            text = one_line(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        say_error(f"{text} (DRAFTSMITH_TRACEBACK=1 shows where)", 1)
+        say_error(one_line(error) if isinstance(error, Failure) else f"{text} (DRAFTSMITH_TRACEBACK=1 shows where)", 1)
         return 1

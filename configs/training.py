@@ -121,8 +121,9 @@ class BudgetConfig:
 class OptimConfig:
     """Optimiser and schedule. Matrices decay, vectors (norms, biases) do not."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: torch.optim.Muon (Jordan et al. 2024) for matrices inside the network, AdamW for heads, embeddings, vectors."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """`muon`: torch.optim.Muon (Jordan et al. 2024) for matrices inside the network, AdamW for heads, embeddings, vectors.
+    `sgd`: no moments, no memory; updates are proportional to gradients, which is what tests of exactness need."""
     lr: float = 3e-4
     """Peak learning rate."""
     muon_lr: float = 0.01
@@ -130,6 +131,8 @@ class OptimConfig:
     (Liu et al. 2025, arXiv:2502.16982, section 2.2)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moments (EAGLE's training code, §"Training" of arXiv:2401.15077)."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment (Kingma and Ba, arXiv:1412.6980, algorithm 1)."""
     weight_decay: float = 0.0
     """Decoupled decay (AdamW)."""
     clip: float = 0.5
@@ -144,7 +147,7 @@ class OptimConfig:
     """Final rate as a share of the peak."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (("lr", 0, 10), ("muon_lr", 0, 10), ("clip", 0, 1e9), ("floor", 0, 1)):
+        for name, low, high in (("lr", 0, 10), ("muon_lr", 0, 10), ("eps", 0, 1), ("clip", 0, 1e9), ("floor", 0, 1)):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"optim.{name} must lie in [{low}, {high:g}], got {getattr(self, name)}")
         for name in ("warmup", "decay"):
@@ -247,6 +250,10 @@ class TrainConfig:
     """Seed of initial weights, data order and training noise."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation (slower on GPUs; CPU runs are deterministic anyway)."""
+    engine: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
+    """What processes share: the work alone (`ddp`); moments, too (`zero1`); and gradients (`zero2`); and parameters at rest
+    (`zero3`). Files for `accelerate launch --config_file` are in configs/accelerate; a launch by another engine is refused.
+    auto = whatever the launcher started."""
     processes: int | None = None
     """Processes that must take part; a launch with another number is refused. null = whatever the launcher started."""
     stall_minutes: float = 10.0
@@ -268,6 +275,7 @@ FREE_ON_RESUME = (
     "guard",
     "run",
     "resume",
+    "engine",
     "processes",
     "stall_minutes",
     "states.folder",

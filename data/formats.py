@@ -96,7 +96,7 @@ def decode(parts: dict[str, Tensor], stored: str) -> Tensor:
     if stored == "int8":
         return codes.float().mul_(scale[..., None]).mul_(channel_XD)
     codes_NXC = torch.cat([codes & 15, codes >> 4], dim=-1).float().sub_(8)
-    x_NXGg = codes_NXC.view(*codes_NXC.shape[:-1], -1, GROUP).mul_(scale[..., None])
+    x_NXGg = _grouped(codes_NXC).mul_(scale[..., None])
     return x_NXGg.flatten(-2)[..., : channel_XD.shape[-1]] * channel_XD
 
 
@@ -110,7 +110,7 @@ def _grouped(x_NXD: Tensor) -> Tensor:
     missing = -x_NXD.shape[-1] % GROUP
     if missing:
         x_NXD = torch.nn.functional.pad(x_NXD, (0, missing))
-    return x_NXD.view(*x_NXD.shape[:-1], -1, GROUP)
+    return x_NXD.unflatten(-1, (x_NXD.shape[-1] // GROUP, GROUP))
 
 
 def _divisor(scale: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .dropout import KeyedDropout
 from .mask_id import choose_mask_id
 from .settings import check_choices
 from .target import Target
@@ -42,7 +43,7 @@ class AdapterConfig:
     alpha: float = 32.0
     """Adapters are scaled by alpha / rank (dParallel for Dream, D2F: 32)."""
     dropout: float = 0.0
-    """Dropout before the adapters, in training (dParallel: 0)."""
+    """Dropout before the adapters, in training (dParallel: 0). Coins are the token's own, however a batch is split."""
     strength: float = 1.0
     """Share of the adapters' difference that counts outside training: in held-out figures, probes and the export. Below 1
     the model stays nearer to the one it was (interpolated weights: Wortsman et al., arXiv:2109.01903, section 3)."""
@@ -304,6 +305,9 @@ class Adapters:
         )
         inject_adapter_in_model(settings, target.model)
         self.layers = {name: target.model.get_submodule(name) for name in names}
+        if config.dropout:  # peft's draws from the process's generator
+            for i, layer in enumerate(self.layers.values()):
+                layer.lora_dropout[ADAPTER] = KeyedDropout(config.dropout, i)
         named = {}
         for name, parameter in target.model.named_parameters():
             if ".lora_" in name:  # bf16 masters would round small steps away

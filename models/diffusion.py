@@ -24,6 +24,7 @@ Test: pytest tests/test_diffusion.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers import Cache as HFCache
 
+from .dropout import rows_of
 from .noise import Copy, Text, runs, total
 from .settings import check_choices
 
@@ -390,7 +392,7 @@ def hidden_states(
     """
     if config.layout != "pair":
         noisy = noisy_entries(rows, config, 0)
-        with view("noisy"):
+        with view("noisy"), noisy_rows(text, rows):
             out = forward(rows.ids_BQ, rows.position_BQ, see_BTA=dense_mask(config, noisy, noisy))
         return None, out.last_hidden_BTD
     with view("clean" if config.dual else "noisy"), torch.set_grad_enabled(torch.is_grad_enabled() and not config.dual):
@@ -403,7 +405,13 @@ def clean_pass(forward: Callable[..., Any], text: Text, config: ObjectiveConfig)
     """Keys and values of the clean copy, for passes of noisy rows, and its last hidden states [B, T, D]."""
     cache, clean = PairCache(), clean_entries(text)
     see_BTT = dense_mask(config, clean, clean)
-    return cache, forward(text.ids_BT, text.positions_BT, cache=cache, see_BTA=see_BTT).last_hidden_BTD
+    with rows_of(text.samples_BT, text.positions_BT, 0, text.seed, text.epoch):
+        return cache, forward(text.ids_BT, text.positions_BT, cache=cache, see_BTA=see_BTT).last_hidden_BTD
+
+
+def noisy_rows(text: Text, rows: Rows) -> AbstractContextManager[None]:
+    """Says that passes are of these rows."""
+    return rows_of(rows.document_BQ, rows.position_BQ, 1 + rows.copy_BQ, text.seed, text.epoch)
 
 
 def noisy_pass(
@@ -412,4 +420,5 @@ def noisy_pass(
     """Last hidden states [B, Q, D] of noisy rows behind the clean copy's keys and values; any number of such passes."""
     noisy = noisy_entries(rows, config, text.ids_BT.shape[1])
     see_BQS = dense_mask(config, noisy, joined(clean_entries(text), noisy))
-    return forward(rows.ids_BQ, rows.position_BQ, cache=cache, see_BTA=see_BQS).last_hidden_BTD
+    with noisy_rows(text, rows):
+        return forward(rows.ids_BQ, rows.position_BQ, cache=cache, see_BTA=see_BQS).last_hidden_BTD

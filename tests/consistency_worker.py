@@ -30,7 +30,9 @@ def first_step(name: str, folder: Path, batch: BatchConfig | None = None) -> Non
 
     def module(target: Target) -> Consistency:
         mask: Any = "trained" if objective.start == "mask" else "none"
-        return Consistency(objective, target, stirred(Adapters(AdapterConfig(rank=2, alpha=4, mask=mask), target)))
+        return Consistency(
+            objective, target, stirred(Adapters(AdapterConfig(rank=2, alpha=4, dropout=0.25, mask=mask), target))
+        )
 
     config = ConsistencyRun(**settings(folder))
     record(config if batch is None else replace(config, batch=batch), module, folder)

@@ -76,7 +76,7 @@ def first_step(name: str, folder: Path) -> None:
     objective = replace(PRESETS[preset], block=BLOCK)
 
     def module(target: Target) -> Any:
-        adapters = Adapters(AdapterConfig(rank=2, alpha=4), target, dual=objective.dual)
+        adapters = Adapters(AdapterConfig(rank=2, alpha=4, dropout=0.25), target, dual=objective.dual)
         return make(objective, target, stirred(adapters))
 
     record(DiffusionConfig(**settings(folder)), module, folder)

@@ -387,6 +387,40 @@ def test_the_module_holds_trained_tensors_only() -> None:
     assert not dropped.training
 
 
+@pytest.mark.parametrize("preset", ["fast_dllm_v2", "d2f"])  # of the layouts pair and single
+def test_dropout_belongs_to_the_token(preset: str) -> None:
+    """Packing, batch and accumulation do not change its coins, nor does it draw from torch's generator; the epoch does."""
+    a, b, c, d = samples()
+    target = tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280, dtype=torch.float64)
+    torch.manual_seed(1)
+    adapters = Adapters(AdapterConfig(rank=2, alpha=4, dropout=0.4), target, dual=objective_of(preset).dual)
+    for parameter in adapters.trained.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    module = BlockDiffusion(objective_of(preset), target, adapters)
+
+    def at(packed: list[list[list[Any]]], epoch: int = 1) -> tuple[float, dict[str, Tensor]]:
+        return step(module, [make_batch(rows, 42, 7, epoch) for rows in packed])
+
+    state = torch.get_rng_state()
+    module.train()
+    loss, grads = at([[[a, b], [c, d]]])
+    for packed in ([[[d, b, c, a]]], [[[c], [a], [b, d]]], [[[c], [b]], [[a, d]]]):
+        again, found = at(packed)
+        assert again == pytest.approx(loss, rel=1e-9) and distance(found, grads) < 1e-6
+    assert torch.equal(state, torch.get_rng_state())
+    assert abs(at([[[a, b], [c, d]]], epoch=2)[0] - loss) > 1e-3
+    module.eval()
+    assert abs(at([[[a, b], [c, d]]])[0] - loss) > 1e-3
+
+
+def test_dropout_of_rows_that_nobody_named_is_refused() -> None:
+    target = tiny_target(layers=1)
+    adapters = Adapters(AdapterConfig(rank=2, dropout=0.5), target)
+    adapters.train()
+    with adapters.view("noisy"), pytest.raises(ValueError, match=r"samples are not known.*set adapters\.dropout=0"):
+        target.forward(torch.tensor([[5, 9]]), torch.tensor([[0, 1]]), see_BTA=torch.ones(1, 2, 2, dtype=torch.bool))
+
+
 def test_full_training_moves_every_weight() -> None:
     target = tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280, tied=True)
     module = BlockDiffusion(objective_of("sdar"), target, Adapters(AdapterConfig(kind="full"), target))

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data.encode import Sample
+from draftsmith.data.formats import decode, encode, encode_top
 from draftsmith.data.packing import collate, make_batch
 from draftsmith.data.states import (
     SHARD_TOKENS,
@@ -72,6 +73,21 @@ def shard_tensors(data: list[Sample]) -> dict[str, torch.Tensor]:
     }
 
 
+def kept_tensors(data: list[Sample], fields: StateFields) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A shard's tensors as `fields` keep them, and what a reader must get of each stream: random states."""
+    n, dice = sum(map(len, data)), torch.Generator().manual_seed(data[0].sample_id)
+    tensors, want = shard_tensors(data), {}
+    for name, (stored, shape) in fields.streams.items():
+        del tensors[name]
+        parts = encode(torch.randn(n, *shape, generator=dice) * 5, stored)
+        want[name] = decode(parts, stored).bfloat16()
+        tensors |= {name + part: x for part, x in parts.items()}
+    logits = 3 * torch.randn(int((tensors["top"] >= 0).sum()), fields.vocab, generator=dice)
+    parts = encode_top(logits.clone(), logits.logsumexp(-1), fields.top_k)
+    want["p"] = logits.softmax(-1)
+    return tensors | {"top_k" + part: x for part, x in parts.items()}, want
+
+
 @pytest.fixture
 def data() -> list[Sample]:
     return samples(5, 9, 3, 7)
@@ -116,6 +132,81 @@ def test_a_reader_may_take_fewer_taps(folder: Path, data: list[Sample]) -> None:
         StateStore(folder, taps=(3,))
     with pytest.raises(ValueError, match="another taps"):
         StateStore(folder, dataclasses.replace(fields_of(data), taps=(1, 3)))
+
+
+@pytest.mark.parametrize(("stored", "last_stored"), [("int8", "int4"), ("int4", "int8")])
+def test_small_formats_give_every_document_its_own_rows(
+    tmp_path: Path, data: list[Sample], stored: str, last_stored: str
+) -> None:
+    """Documents in any order, a batch that cuts one short, fewer taps; of the teacher, rows in the right place."""
+    changes = {"stored": stored, "last_stored": last_stored, "top_k": 5}
+    fields = dataclasses.replace(fields_of(data), **changes)
+    want = {}
+    for k, group in enumerate((data[:2], data[2:])):
+        tensors, want[k] = kept_tensors(group, fields)
+        write_shard(tmp_path, k, fields, tensors, [(s.sample_id, len(s)) for s in group], [])
+    write_index(tmp_path, fields, [r for k in range(2) if (r := read_record(tmp_path, k, fields))])
+    store = StateStore(tmp_path, fields)
+    short = dataclasses.replace(data[3], ids=data[3].ids[:6], supervised=data[3].supervised[:6])
+    batch = make_batch([[short, data[0]], [data[1]]], 14, 0, 0)
+    out = store.fill(batch)
+    places = {(0, 0): (1, 3, 6, 0), (0, 6): (0, 0, 5, 0), (1, 0): (0, 5, 9, 2)}  # shard, first row, rows, earlier told
+    for (row, at), (shard, begin, n, _) in places.items():
+        for got, name in ((out.taps_BTPD, "taps"), (out.last_hidden_BTD, "last_hidden")):
+            assert torch.equal(got[row, at : at + n], want[shard][name][begin : begin + n])
+        told = (shard_tensors(data[:2] if shard == 0 else data[2:])["top"] >= 0).cumsum(0)
+        for t in range(n):
+            p_5 = out.likeliest.log_p_BTK[row, at + t].exp()
+            if out.top_BT[row, at + t] < 0:
+                assert not out.likeliest.tail_BT[row, at + t]
+                continue
+            p_V = want[shard]["p"][told[begin + t] - 1]
+            assert torch.equal(out.likeliest.ids_BTK[row, at + t].long(), p_V.topk(5).indices)
+            torch.testing.assert_close(p_5, p_V.topk(5).values, rtol=5e-3, atol=1e-6)
+            torch.testing.assert_close(out.likeliest.tail_BT[row, at + t], 1 - p_V.topk(5).values.sum())
+    assert not out.taps_BTPD[batch.samples_BT < 0].any() and not out.likeliest.log_p_BTK[out.top_BT < 0].any()
+    fewer = StateStore(tmp_path, taps=(4, 1), last_hidden=False, top_k=0).fill(batch)
+    assert torch.equal(fewer.taps_BTPD, out.taps_BTPD[:, :, [2, 0]])
+    assert fewer.last_hidden_BTD is None and fewer.likeliest is None
+    states, rest = estimate(data, fields)
+    sizes = [
+        {name: x.numel() * x.element_size() for name, x in load_file(tmp_path / shard_file(k)).items()} for k in (0, 1)
+    ]
+    kept = sum(n for of in sizes for name, n in of.items() if name.startswith(("taps", "last_hidden")))
+    assert abs(states - kept) <= fields.shard_bytes  # these small shards were not cut by `plan`
+    assert rest == sum(n for of in sizes for name, n in of.items()) - kept
+
+
+def test_what_a_reader_does_not_ask_for_may_be_there(folder: Path, data: list[Sample]) -> None:
+    """A head without taps, or without last_hidden, reads the folder of one that has both; what is missing is named."""
+    fields = fields_of(data)
+    bare = dataclasses.replace(fields, taps=(), stored="none")
+    assert StateStore(folder, bare, taps=()).fill(collate(data)).taps_BTPD is None
+    bare = dataclasses.replace(fields, last_hidden=False, last_stored="none")
+    assert StateStore(folder, bare, last_hidden=False).fill(collate(data)).last_hidden_BTD is None
+    with pytest.raises(ValueError, match="another top_k: 0 there, 64 here"):
+        StateStore(folder, dataclasses.replace(bare, top_k=64), last_hidden=False)
+
+
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+@pytest.mark.parametrize("part", ["taps.scale", "taps.channel", "last_hidden.scale", "top_k.log_p", "top_k.tail"])
+def test_a_scale_that_is_not_finite_is_never_written_and_never_read(
+    tmp_path: Path, data: list[Sample], stored: str, part: str
+) -> None:
+    """B15 in formats whose codes cannot be NaN: it would stand in a scale, or in what the teacher says."""
+    fields = dataclasses.replace(fields_of(data), stored=stored, last_stored=stored, top_k=5)
+    tensors, _ = kept_tensors(data, fields)
+    write_shard(tmp_path, 0, fields, tensors, [(s.sample_id, len(s)) for s in data], [])
+    record = read_record(tmp_path, 0, fields)
+    assert record is not None
+    tensors[part].view(-1)[3] = float("nan")
+    with pytest.raises(ValueError, match=f"`{part}` holds a value that is not finite"):
+        write_shard(tmp_path, 0, fields, tensors, [], [])
+    save_file(tensors, tmp_path / shard_file(0), {"draftsmith": json.dumps({})})
+    size = (tmp_path / shard_file(0)).stat().st_size
+    write_index(tmp_path, fields, [dataclasses.replace(record, bytes=size)])
+    with pytest.raises(ValueError, match=rf"shard-00000.safetensors: `{part}` holds a value that is not finite"):
+        StateStore(tmp_path).fill(collate(data))
 
 
 def test_a_reader_may_take_some_of_the_samples(folder: Path, data: list[Sample]) -> None:

@@ -1,6 +1,6 @@
-"""Two processes, by DDP and by DeepSpeed ZeRO-2, against one. One launch per engine runs every method.
+"""Two processes, by DDP and by DeepSpeed ZeRO-1, 2 and 3, against one. One launch runs all engines, and every method.
 
-Run: pytest tests/test_distributed.py (about a minute)
+Run: pytest tests/test_distributed.py (a minute and a half)
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from distributed_worker import FEW, STRAIGHT, ZERO, launched_by
 from safetensors.torch import load_file
 
 from draftsmith.configs.training import BatchConfig, LogConfig, OptimConfig, TrainConfig
-from draftsmith.models import METHODS
+from draftsmith.inference.exporters.folder import refuse_non_finite
 from draftsmith.train import engine
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = str(ROOT / "tests/distributed_worker.py")
 FAILED = Path("failed")
-ENGINES = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED"}
+ENGINES = ("ddp", *ZERO)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -38,40 +41,26 @@ def accelerate(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment(**env), cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
-@pytest.fixture(scope="session")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The end of every method's run with one process."""
-    out = tmp_path_factory.mktemp("one")
+def launched(out: Path, job: str, *prefix: str) -> Path:
+    command = [sys.executable, *prefix, WORKER, str(out), job]
     result = subprocess.run(
-        [sys.executable, WORKER, str(out), "all"], env=environment(), cwd=ROOT, capture_output=True, text=True
+        command, env=environment(DS_ACCELERATOR="cpu"), cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return out
 
 
 @pytest.fixture(scope="session")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Engine name -> folder of one launch with two processes; launched when first asked for."""
-    done: dict[str, Path] = {}
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The end of every method's run with one process."""
+    return launched(tmp_path_factory.mktemp("one"), "one")
 
-    def launched(name: str) -> Path:
-        assert done.get(name) != FAILED, f"the launch of {name} has failed before"
-        if name not in done:
-            done[name] = FAILED
-            out = tmp_path_factory.mktemp(name)
-            if name == "ddp":
-                args = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-                result = accelerate(
-                    *args, "--dynamo_backend", "no", WORKER, str(out), "everything", ACCELERATE_USE_CPU="true"
-                )
-            else:
-                args = ["--config_file", "configs/accelerate/zero2.yaml", "--num_processes", "2"]
-                result = accelerate(*args, WORKER, str(out), "everything", DS_ACCELERATOR="cpu")
-            assert result.returncode == 0, result.stderr[-4000:]
-            done[name] = out
-        return done[name]
 
-    return launched
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes leave, by engine."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d")
+    return launched(tmp_path_factory.mktemp("two"), "two", *torchrun, "--rdzv_endpoint", "localhost:0")
 
 
 def facts(folder: Path, rank: int) -> dict[str, Any]:
@@ -88,60 +77,145 @@ def same_bits(left: Path, right: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("method", METHODS)
-def test_two_processes_equal_one(name: str, method: str, one: Path, two: Any) -> None:
-    """Losses within 1e-6 relative, gradient norms and all but a few weights within 1e-5, held-out figures alike, ranks
-    bit-equal."""
-    alone, both = one / method, two(name) / "all" / method
-    assert [facts(both, r)["world"] for r in range(2)] == [2, 2] and facts(both, 0)["engine"] == ENGINES[name]
-    assert losses(both) == pytest.approx(losses(alone), rel=1e-6, abs=1e-6)
-    a, b = load_file(alone / "rank0.safetensors"), load_file(both / "rank0.safetensors")
+def assert_near(one: Path, two: Path) -> None:
+    """All but a few weights within 1e-5."""
+    a, b = load_file(one), load_file(two)
     assert a.keys() == b.keys()
     for key in a:
         off = (b[key].float() - a[key].float()).abs()
         # Adam divides a gradient by its own size: where that is rounding noise, it decides on a share of a step (1e-3).
         assert off.max() < 1e-4 and (off > 1e-5).sum() <= max(1, off.numel() // 1000), (key, float(off.max()))
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name in ENGINES for method in STRAIGHT[name]])
+def test_two_processes_equal_one(name: str, method: str, one: Path, two: Path) -> None:
+    """Losses within 1e-6 relative, gradient norms and all but a few weights within 1e-5, held-out figures alike, ranks
+    bit-equal."""
+    alone, both = one / method, two / name / "straight" / method
+    assert [(facts(both, r)["world"], facts(both, r)["engine"]) for r in range(2)] == [(2, name)] * 2
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-6, abs=1e-6)
+    assert_near(alone / "rank0.safetensors", both / "rank0.safetensors")
     assert same_bits(both / "rank0.safetensors", both / "rank1.safetensors")
     assert facts(both, 0)["heldout"] == pytest.approx(facts(alone, 0)["heldout"], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("method", METHODS)
-def test_resume_is_exact_to_the_bit(name: str, method: str, two: Any) -> None:
-    straight, halves = two(name) / "all" / method, two(name) / "halves" / method
-    assert losses(straight) == losses(halves) and len(losses(halves)) == 6
+def assert_same_end(one: Path, two: Path) -> None:
+    assert losses(one) == losses(two) and len(losses(two)) == 6
     for file in ("model", "optimiser", "rng"):
-        assert same_bits(*(x / f"checkpoints/step-00000006/{file}.safetensors" for x in (straight, halves))), file
-
-
-def test_checkpoints_do_not_depend_on_the_engine(one: Path, two: Any) -> None:
-    """ZeRO's shards are gathered under the parameters' names: any engine and number of processes can go on from them."""
-    for method in METHODS:
-        a = load_file(one / method / "checkpoints/step-00000006/optimiser.safetensors")
-        b = load_file(two("zero2") / "all" / method / "checkpoints/step-00000006/optimiser.safetensors")
-        assert a.keys() == b.keys()
-        for key in a:
-            torch.testing.assert_close(b[key], a[key], atol=1e-5, rtol=1e-4)
+        assert same_bits(*(x / f"checkpoints/step-00000006/{file}.safetensors" for x in (one, two))), file
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_process_without_a_supervised_token_does_not_hang_the_other(name: str, two: Any) -> None:
-    folder = two(name) / "faults" / "empty"
-    assert facts(folder, 0)["steps"] == facts(folder, 1)["steps"] > 0
+@pytest.mark.parametrize("method", FEW)
+def test_resume_is_exact_to_the_bit(name: str, method: str, two: Path) -> None:
+    """In the middle of an epoch; moments are fp32 (B22)."""
+    straight, halves = (two / name / kind / method for kind in ("straight", "halves"))
+    assert_same_end(straight, halves)
+    moments = load_file(halves / "checkpoints/step-00000003/optimiser.safetensors")
+    assert moments and all(t.dtype == torch.float32 for t in moments.values())
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_signal_inside_accumulation_costs_nothing(name: str, two: Path) -> None:
+    """It comes to one process of two; both stop, and the window is done again."""
+    assert_same_end(two / name / "straight/eagle3", two / name / "stopped/eagle3")
+    assert facts(two / name / "stopped/first", 0)["signal"] == facts(two / name / "stopped/first", 1)["signal"] == 15
+
+
+@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("method", FEW)
+def test_checkpoints_do_not_depend_on_the_engine(name: str, method: str, one: Path, two: Path) -> None:
+    """ZeRO's shards are gathered under the parameters' names."""
+    a = load_file(one / method / "checkpoints/step-00000006/optimiser.safetensors")
+    b = load_file(two / name / "straight" / method / "checkpoints/step-00000006/optimiser.safetensors")
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(b[key], a[key], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["ddp-zero3", "zero3-zero1", "zero2-ddp"])
+def test_a_run_goes_on_under_another_engine(change: str, one: Path, two: Path) -> None:
+    folder = two / "handed" / change
+    assert facts(folder, 0)["engine"] == change.split("-")[1]
+    assert losses(folder) == pytest.approx(losses(one / "eagle3"), rel=1e-6, abs=1e-6)
+    assert_near(one / "eagle3/rank0.safetensors", folder / "rank0.safetensors")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_process_without_a_supervised_token_does_not_hang_the_other(name: str, two: Path) -> None:
+    """B28; micro-batches of an odd number of rows leave the second process padding, too."""
+    folder = two / name / "faults" / "empty"
+    assert facts(folder, 0)["steps"] == facts(folder, 1)["steps"] == 5
     assert same_bits(folder / "rank0.safetensors", folder / "rank1.safetensors")
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_nan_on_one_process_skips_the_step_on_both(name: str, two: Any) -> None:
+def test_a_nan_on_one_process_skips_the_step_on_both(name: str, two: Path) -> None:
     """It comes in the second window's first micro-batch; the skipped step leaves the ranks bit-equal and finite."""
-    folder = two(name) / "faults" / "poison"
+    folder = two / name / "faults" / "poison"
     assert [(facts(folder, r)["steps"], facts(folder, r)["skipped"]) for r in range(2)] == [(3, 1)] * 2
     assert same_bits(folder / "rank0.safetensors", folder / "rank1.safetensors")
     assert all(torch.isfinite(t).all() for t in load_file(folder / "rank0.safetensors").values())
 
 
+@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("method", FEW)
+def test_the_frozen_target_is_left_alone_and_there_is_one_set_of_masters(
+    name: str, method: str, one: Path, two: Path
+) -> None:
+    """B27: the teacher's logits are those of one process; optimisers hold the drafter's parameters only, filled up to equal
+    parts, and update them in place."""
+    alone, both = facts(one / method, 0), [facts(two / name / "straight" / method, rank) for rank in range(2)]
+    for rank in both:
+        torch.testing.assert_close(torch.tensor(rank["teacher"]), torch.tensor(alone["teacher"]), atol=1e-5, rtol=0)
+        assert rank["copied"] == 0
+    filling = sum(rank["updated"] for rank in both) - alone["trained"]
+    assert 0 <= filling <= 64
+
+
+def test_zero3_exports_whole_tensors(one: Path, two: Path) -> None:
+    """B27: by the script itself, with a probe during training: names and shapes of one process's export, near values."""
+    a, b = (load_file(folder / "script/export/model.safetensors") for folder in (one, two))
+    assert {n: t.shape for n, t in a.items()} == {n: t.shape for n, t in b.items()} and all(
+        t.numel() for t in b.values()
+    )
+    for name in a:
+        torch.testing.assert_close(b[name], a[name], atol=1e-4, rtol=1e-2)  # bf16
+    saved = load_file(two / "script/checkpoints/step-00000003/model.safetensors")
+    both = saved.keys() & b.keys()
+    assert len(both) > 9 and all(torch.equal(saved[name].to(b[name].dtype), b[name]) for name in both)
+    probes = [[json.loads(x) for x in (d / "script/metrics.jsonl").read_text().splitlines()] for d in (one, two)]
+    assert [[x["tau"] for x in lines if x["kind"] == "probe"] for lines in probes] == [[pytest.approx(1, abs=1)]] * 2
+
+
+def test_an_export_with_an_empty_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fc\.weight without a value"):
+        refuse_non_finite({"fc.weight": torch.zeros(0), "norm.weight": torch.ones(2)}, "export of eagle3")
+
+
 # Launchers that start something else than what was asked for, without an error
+
+
+@pytest.mark.parametrize("name", [*ZERO, "zero2_offload"])
+def test_shipped_files_start_what_tests_run(name: str) -> None:
+    """The environment that `accelerate launch --config_file` makes of a file is the one of the runs above."""
+    args = launch_command_parser().parse_args(["--config_file", str(ROOT / f"configs/accelerate/{name}.yaml"), "x.py"])
+    args, defaults, _ = _validate_launch_command(args)
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    _, made = prepare_deepspeed_cmd_env(args)
+    assert launched_by(name).items() <= made.items() and args.num_processes == 2
+    settings = json.loads((ROOT / f"configs/deepspeed/{name}.json").read_text())
+    assert settings["zero_optimization"]["stage"] == int(name[4])
+    engine.fill_deepspeed(settings, config_of())
+    assert settings["gradient_accumulation_steps"] == 1 and not settings["bf16"]["enabled"]
+
+
+def test_another_engine_than_the_recipe_names_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"engine=zero3, the launcher started ddp: use .*configs/accelerate/zero3\.yaml"
+    ):
+        engine.start(config_of(engine="zero3"))
+    assert engine.engine_of(engine.start(config_of(engine="ddp"))) == "ddp"
 
 
 def test_one_process_where_two_were_asked_for_is_refused(tmp_path: Path) -> None:

@@ -107,6 +107,24 @@ def test_two_processes_take_part_and_stop_by_signal_with_143(checkout: Path, tmp
     assert list((run / "checkpoints").glob("step-*/files.json"))
 
 
+def test_a_killed_process_ends_the_launch_with_one_line_last(checkout: Path, tmp_path: Path) -> None:
+    """SIGKILL to one of two: the launcher's noise, then what happened; the folder can be gone on with."""
+    run = tmp_path / "run"
+    command = [str(checkout / "launch.sh"), *QUICK, "budget.steps=100000", "evaluate.every=100000", f"run={run}"]
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(command, env=environment(PROCESSES="2"), cwd=checkout, stdout=out, stderr=out)
+        end = time.monotonic() + 240
+        while not ((run / "metrics.jsonl").exists() and '"step": 3' in (run / "metrics.jsonl").read_text()):
+            assert time.monotonic() < end and process.poll() is None, (tmp_path / "out").read_text()
+            time.sleep(0.1)
+        (held,) = (run / ".lock").read_text().split("\n")[:1]
+        os.kill(int(held.split()[1]), signal.SIGKILL)  # process 0, as the lock of the run folder says
+        code = process.wait(timeout=60)
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert code not in (0, 143) and lines[-1].startswith("error: a training process died without a word"), lines[-3:]
+    assert any("error: another process of this training is gone" in line for line in lines)
+
+
 def test_mistakes_come_before_the_launcher_and_keep_their_exit_code(checkout: Path, tmp_path: Path) -> None:
     for processes in ("1", "2"):
         result = launch(checkout, *QUICK, "optim.lrr=1", f"run={tmp_path / 'x'}", PROCESSES=processes)

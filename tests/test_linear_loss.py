@@ -71,6 +71,30 @@ def test_values_and_gradients(term: str, kind: str) -> None:
                     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "tv", "neg_log_accept", "lk"])
+def test_top_k_scaled_to_its_mass(name: str) -> None:
+    """As a dense teacher of `tail` False: the loss is of p scaled to 1, acceptance of p as it is."""
+    learned, made, _ = inputs()
+    top: TopK = made["topk"]
+    assert top.tail_T is not None
+    mass_T = top.tail_T + top.log_p_TK.exp().masked_fill(top.ids_TK < 0, 0).sum(-1)
+    assert bool((mass_T < 0.99).any())
+    whole = TopK(top.ids_TK, top.log_p_TK - mass_T.log()[:, None], top.tail_T / mass_T)
+    weights = torch.rand(T, dtype=torch.float64)
+
+    def asked(teacher: TopK) -> tuple[Any, Any]:
+        out = linear_loss(learned[0], learned[1], ((1.0, name),), bias_W=learned[2], teacher=teacher, weight_T=weights)
+        return out, torch.autograd.grad(out.total, learned)
+
+    (want, by_want), (got, by_got) = asked(whole), asked(dataclasses.replace(top, log_mass_T=mass_T.log()))
+    torch.testing.assert_close((got.value_T, by_got), (want.value_T, by_want), rtol=0, atol=1e-12)
+    kept, by_kept = asked(dataclasses.replace(top, log_mass_T=mass_T.log(), tail=True))
+    plain, by_plain = asked(top)
+    torch.testing.assert_close((kept.value_T, by_kept), (plain.value_T, by_plain), rtol=0, atol=0)
+    for out in (got, kept):
+        torch.testing.assert_close((out.accept_T, out.log_mass_T), (plain.accept_T, mass_T.log()), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("term", [name for name in TERMS if name in ON_DISTRIBUTIONS])
 def test_definitions_are_those_of_the_table(term: str) -> None:
     """With missing mass, too: where both say the same, a change of one is seen."""

@@ -25,6 +25,7 @@ from draftsmith.losses.distill import (
     kl,
     lk,
     make_teacher,
+    make_top_teacher,
     neg_log_accept,
     score_rows,
     tv,
@@ -280,3 +281,93 @@ def test_expressions_refused(text: str, words: str) -> None:
 def test_feature_loss_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="no loss on tokens"):
         parse_objective("feature_smooth_l1", features=True)
+
+
+def both_teachers(k: int, r: int = 30, w: int = 12, v: int = 40) -> tuple[Teacher, Teacher, Tensor, Tensor]:
+    """The same rows told by all logits and by the k likeliest ids; p [R, V] and the draft ids. float64."""
+    torch.manual_seed(7)
+    dense, full_UV, ids_W = random_teacher(r, w, v, torch.float64)
+    t2d_V = torch.full((v,), -1)
+    t2d_V[ids_W] = torch.arange(w)
+    log_p_UV = full_UV.log_softmax(-1)
+    best = log_p_UV.topk(k, dim=-1)
+    tail_U = (1 - best.values.exp().sum(-1)).clamp(min=0)
+    top = make_top_teacher(best.indices, best.values, tail_U, best.indices[:, 0], t2d_V)
+    return dense, top.rows(dense.index_R, dense.label_R), log_p_UV.exp()[dense.index_R], ids_W
+
+
+@pytest.mark.parametrize("oov", OOV)
+@pytest.mark.parametrize("name", sorted(set(ON_DISTRIBUTIONS) - {"topk_ce"}))
+def test_all_ids_named_are_all_logits(name: str, oov: Oov) -> None:
+    """k = V, in a reduced draft vocabulary: value, gradient and every metric of the dense teacher."""
+    dense, top, _, _ = both_teachers(40)
+    logits_RW = torch.randn(30, 12, dtype=torch.float64, requires_grad=True)
+    (want, told), (got, other) = (fused_score(logits_RW, t, ((1.0, name),), oov) for t in (dense, top))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    by = [torch.autograd.grad(x, logits_RW)[0] for x in (want, got)]
+    torch.testing.assert_close(by[1], by[0], rtol=0, atol=1e-6)
+    assert torch.equal(other.correct_R, told.correct_R)
+    for field in ("accept_R", "lost_R"):
+        torch.testing.assert_close(getattr(other, field), getattr(told, field), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("oov", OOV)
+def test_likeliest_ids_of_a_reduced_vocabulary_by_words(oov: Oov) -> None:
+    """Against the formula over classes, written out row by row: ids outside the draft vocabulary, and a tail of which the
+    lower half's share lies inside."""
+    k, (_, top, p_RV, ids_W) = 8, both_teachers(8)
+    logits_RW = torch.randn(30, 12, dtype=torch.float64)
+    total, scored = fused_score(logits_RW, top, ((1.0, "kl"),), oov)
+    inside, want, some_outside = ids_W.tolist(), 0.0, 0
+    for r in range(30):
+        p, q = p_RV[r], logits_RW[r].softmax(-1)
+        named = p.topk(k).indices.tolist()
+        lower = named[k // 2 :]
+        share = max(sum(float(p[i]) for i in lower if i in inside) / sum(float(p[i]) for i in lower), 1e-3)
+        classes = [(float(p[i]), float(q[inside.index(i)])) for i in named if i in inside]
+        some_outside += len(classes) < k
+        classes.append((share * (1 - sum(float(p[i]) for i in named)), 1 - sum(x for _, x in classes)))
+        mass = sum(x for x, _ in classes)
+        assert float(scored.lost_R[r]) == pytest.approx(1 - mass, abs=1e-9)
+        assert float(scored.accept_R[r]) == pytest.approx(sum(min(a, b) for a, b in classes), abs=1e-9)
+        if oov == "mask" and named[0] not in inside:
+            continue
+        scale = 1.0 if oov == "tail" else mass
+        value = sum(a / scale * math.log(a / scale / b) for a, b in classes)
+        want += value - (mass * math.log(mass) if oov == "tail" else 0)
+    assert some_outside > 10
+    assert float(total) == pytest.approx(want, abs=1e-8)
+
+
+def test_merged_classes_never_cost_more() -> None:
+    """Data processing: with the whole vocabulary, KL, JSD and TV of k + 1 classes are at most the true ones, less so with
+    more ids named, and acceptance is at least the true one."""
+    torch.manual_seed(5)
+    full_RV, logits_RV = 2 * torch.randn(20, 40), torch.randn(20, 40)
+    log_p_RV, rows = full_RV.log_softmax(-1), torch.arange(20)
+    dense = make_teacher(lambda h, ids: h, full_RV, None, None, None, None).rows(rows, rows)
+    for name in ("kl", "jsd", "tv"):
+        losses, accepts = [], []
+        for k in (2, 10, 30):
+            best = log_p_RV.topk(k, dim=-1)
+            top = make_top_teacher(best.indices, best.values, 1 - best.values.exp().sum(-1), best.indices[:, 0], None)
+            loss, scored = fused_score(logits_RV, top.rows(rows, rows), ((1.0, name),), "renormalise")
+            losses.append(float(loss))
+            accepts.append(float(scored.accept_R.sum()))
+        loss, scored = fused_score(logits_RV, dense, ((1.0, name),), "renormalise")
+        assert losses == sorted(losses) and losses[-1] <= float(loss) + 1e-5
+        assert accepts == sorted(accepts, reverse=True) and accepts[-1] >= float(scored.accept_R.sum()) - 1e-5
+
+
+def test_a_row_with_nothing_named_inside_stays_finite() -> None:
+    t2d_V = torch.tensor([-1, -1, -1, 0, 1, 2])
+    ids = torch.tensor([[0, 1]])
+    top = make_top_teacher(ids, torch.tensor([[0.7, 0.2]]).log(), torch.tensor([0.1]), ids[:, 0], t2d_V)
+    logits_RW = torch.randn(1, 3, requires_grad=True)
+    for oov in OOV:
+        for name in sorted(set(ON_DISTRIBUTIONS) - {"topk_ce"}):
+            teacher = top.rows(torch.tensor([0]), torch.tensor([0]))
+            total, scored = fused_score(logits_RW, teacher, ((1.0, name),), oov)
+            (grad_RW,) = torch.autograd.grad(total, logits_RW)
+            assert bool(total.isfinite()) and bool(grad_RW.isfinite().all()), (oov, name)
+    assert not bool(scored.correct_R) and float(scored.lost_R) > 0.99

@@ -42,7 +42,7 @@ from draftsmith.train.stream import Stream
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"steps": 2},
-    "hydra": {"heads": 2, "dropout": 0.2},  # dropout draws from torch's generator: that is part of the state
+    "hydra": {"heads": 2, "dropout": 0.2},
     "medusa": {"heads": 2},
     "eagle": {"steps": 2},
     "dual_view": {"block": 2, "rank": 4},

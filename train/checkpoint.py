@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from ..configs.parse import Failure, one_line
 from . import signs
-from .engine import is_deepspeed
+from .engine import cut, flats_of, is_deepspeed, whole, zero_of
 
 FORMAT = 1
 
@@ -76,6 +77,9 @@ def save(
 
     Raises Failure (disk full, read-only folder); earlier checkpoints are untouched then.
     """
+    with whole(drafter.parameters()):
+        everything = trained_tensors(drafter) if accelerator.is_main_process else {}
+        model = {n: t.cpu().clone().contiguous() for n, t in everything.items()}
     optimiser_tensors = _optimiser_tensors(drafter, optimisers, accelerator)
     rng = _rng_tensors(accelerator)
     final = folder / f"step-{state.step:08d}"
@@ -83,7 +87,6 @@ def save(
         temporary = folder / f".{final.name}.{os.getpid()}"
         try:
             temporary.mkdir(parents=True)
-            model = {n: t.cpu().clone().contiguous() for n, t in trained_tensors(drafter).items()}
             for name, tensors in (("model", model), ("optimiser", optimiser_tensors), ("rng", rng)):
                 save_file(tensors, temporary / f"{name}.safetensors")
                 signs.moved()
@@ -137,6 +140,14 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, damaged
 
 
+def set_aside(folder: Path, damaged: list[str]) -> None:
+    """Rename what `newest` passed over, so that it is not counted among those that are kept."""
+    for name in damaged:
+        aside = folder / f"damaged-{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (folder / name).rename(aside)
+
+
 def read_state(path: Path) -> tuple[State, dict[str, Any]]:
     """The state and the settings of a checkpoint. Raises ValueError for another format."""
     content = json.loads((path / "state.json").read_text())
@@ -164,7 +175,8 @@ def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer]
 
     Raises ValueError when names or shapes differ from this drafter's.
     """
-    load_tensors(path, drafter)
+    with whole(drafter.parameters(), write=True):
+        load_tensors(path, drafter)
     moments: dict[str, dict[str, Tensor]] = {}
     for key, value in load_file(path / "optimiser.safetensors").items():
         name, _, kind = key.rpartition("|")
@@ -191,7 +203,7 @@ def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer]
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Torch's generators of this process (dropout is all that draws from them)."""
+    """Torch's generators of this process, for what a target of others may draw (our own noise is keyed)."""
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"cpu": torch.get_rng_state()} | cuda
 
@@ -210,17 +222,7 @@ def _optimiser_tensors(
     names = {id(p): n for n, p in drafter.named_parameters()}
     tensors: dict[str, Tensor] = {}
     if is_deepspeed(accelerator):
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        zero = _zero(optimisers[0])
-        _link(zero)
-        for name, parameter in drafter.named_parameters():
-            if not parameter.requires_grad or not zero.optimizer.state:
-                continue
-            for kind in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{name}|{kind}"] = safe_get_full_optimizer_state(parameter, kind).cpu().clone()
-            tensors[f"{name}|step"] = next(iter(zero.optimizer.state.values()))["step"].cpu().clone()
-        return tensors
+        return _deepspeed_tensors(drafter, zero_of(optimisers[0]), accelerator.is_main_process)
     for optimiser in optimisers:
         for group in optimiser.param_groups:
             for parameter in group["params"]:
@@ -229,36 +231,78 @@ def _optimiser_tensors(
     return tensors
 
 
+def _deepspeed_tensors(drafter: nn.Module, zero: Any, keep: bool) -> dict[str, Tensor]:
+    """ZeRO's moments, gathered parameter by parameter by all processes; `keep`: those of this process are wanted."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    tensors: dict[str, Tensor] = {}
+    flat, _ = flats_of(zero)[0]
+    state = zero.optimizer.state.get(flat, {})
+    moments = [kind for kind, value in state.items() if value.shape == flat.shape]
+    _link(zero)
+    for name, parameter in drafter.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        for kind in moments:
+            value = safe_get_full_optimizer_state(parameter, kind)
+            if keep:
+                tensors[f"{name}|{kind}"] = value.cpu().clone()
+        if keep:
+            tensors |= {f"{name}|{kind}": v.cpu().clone() for kind, v in state.items() if kind not in moments}
+    return tensors
+
+
 def _load_deepspeed(
     parameters: dict[str, nn.Parameter], moments: dict[str, dict[str, Tensor]], optimiser: torch.optim.Optimizer
 ) -> None:
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-    zero = _zero(optimiser)
-    if moments:  # AdamW makes its moments in the first step; here they must be there before it
-        step = next(iter(moments.values()))["step"]
-        for flat in zero.single_partition_of_fp32_groups:
-            empty = {kind: torch.zeros_like(flat.data) for kind in ("exp_avg", "exp_avg_sq")}
-            zero.optimizer.state[flat] = {"step": step.clone()} | empty
+    zero = zero_of(optimiser)
+    if moments:  # the optimiser makes its state in the first step; here it must be there before it
+        kinds = next(iter(moments.values()))
+        for flat, _ in flats_of(zero):
+            fused = zero.optimizer.param_groups[0].get("fused")
+            zero.optimizer.state[flat] = {
+                kind: value.to(flat.device if fused else "cpu", copy=True)
+                if kind == "step"
+                else torch.zeros_like(flat.data)
+                for kind, value in kinds.items()
+            }
         _link(zero)
     for name, parameter in parameters.items():
-        if not parameter.requires_grad:
-            continue
-        safe_set_full_fp32_param(parameter, parameter.detach().float())
-        for kind in ("exp_avg", "exp_avg_sq") if name in moments else ():
-            safe_set_full_optimizer_state(parameter, moments[name][kind].to(parameter.device), kind)
+        for kind, value in moments.get(name, {}).items():
+            if kind != "step":
+                _put(parameter, value.to(parameter.device), kind)
+    for parameter in parameters.values():
+        if parameter.requires_grad:
+            with whole([parameter]):
+                _put(parameter, parameter.detach().float())
+
+
+def _put(parameter: nn.Parameter, value: Tensor, kind: str | None = None) -> None:
+    """Set ZeRO's master of a parameter, or a moment; each process takes its part."""
+    from deepspeed import utils
+
+    if not cut([parameter]):
+        utils.safe_set_full_optimizer_state(parameter, value, kind) if kind else utils.safe_set_full_fp32_param(
+            parameter, value
+        )
+        return
+    size: int = parameter.partition_numel()  # type: ignore[attr-defined]
+    first = size * torch.distributed.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
+    part = value.flatten()[first : first + size]
+    part = F.pad(
+        part, (0, size - len(part))
+    )  # the last parts may be filled up, which `safe_set_full_*` do not allow for
+    utils.safe_set_local_optimizer_state(parameter, part, kind) if kind else utils.safe_set_local_fp32_param(
+        parameter, part
+    )
 
 
 def _link(zero: Any) -> None:
-    """Let parameters find their moments. DeepSpeed does this once, after the first group's step, when the other groups
-    have none yet."""
-    zero._hp_optimizer_states_linked = False
-    zero._lazy_init_hp_params_optimizer_state()
-
-
-def _zero(optimiser: Any) -> Any:
-    """DeepSpeed's ZeRO optimiser below accelerate's wrapper."""
-    return optimiser.optimizer if not hasattr(optimiser, "averaged_gradients") else optimiser
+    """Let parameters find their moments (stages 1 and 2). DeepSpeed does this once, after the first group's step, when the
+    other groups have none yet."""
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
 
 
 def _rng_tensors(accelerator: Accelerator) -> dict[str, Tensor]:

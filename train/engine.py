@@ -8,7 +8,8 @@ Tests: `pytest tests/test_distributed.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,13 @@ def start(config: RunConfig) -> Accelerator:
             )
     if deepspeed and not is_deepspeed(accelerator):
         raise ValueError("the launcher asked for DeepSpeed, accelerate did not start it")
+    if config.engine not in ("auto", started := engine_of(accelerator)):
+        raise ValueError(
+            f"engine={config.engine}, the launcher started {started}: use accelerate launch --config_file "
+            f"configs/accelerate/{config.engine}.yaml, or engine=auto"
+        )
     if is_deepspeed(accelerator):
+        load_models_whole()
         fill_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config)
     signs.start(accelerator.process_index, accelerator.num_processes, config.stall_minutes)
     if config.deterministic:
@@ -71,6 +78,11 @@ def start(config: RunConfig) -> Accelerator:
 
 def is_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def engine_of(accelerator: Accelerator) -> str:
+    """What shares the work: `ddp` (one process, too) or `zero1` to `zero3`."""
+    return f"zero{accelerator.state.deepspeed_plugin.zero_stage}" if is_deepspeed(accelerator) else "ddp"
 
 
 def fill_deepspeed(settings: dict[str, Any], config: RunConfig) -> None:
@@ -99,15 +111,95 @@ def fill_deepspeed(settings: dict[str, Any], config: RunConfig) -> None:
         raise ValueError("optim.name=muon runs without DeepSpeed only: its update needs whole matrices, ZeRO cuts them")
 
 
+class Whole(nn.Module):
+    """What ZeRO-3 wraps: parameters are cut at rest, and whole on every process in `inner`'s forward and its backward, where
+    gradients are reduced as they come.
+
+    They are gathered once for each, not module by module: losses read weights outside of their modules' forward, and which
+    modules take part may depend on a process's data, which must not decide about exchanges. So DeepSpeed is shown one module
+    that owns all parameters, and `inner` is no child of it.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = [inner]
+        for i, parameter in enumerate(inner.parameters()):
+            self.register_parameter(f"parameter_{i}", parameter)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.inner[0](*inputs)
+
+
 def wrap(
     accelerator: Accelerator, model: nn.Module, optimisers: list[torch.optim.Optimizer]
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The model as the engine wants it, and the optimisers whose groups carry the learning rate."""
     if is_deepspeed(accelerator):
         (optimiser,) = optimisers
-        wrapped, prepared = accelerator.prepare(model, optimiser)
+        wrapped, prepared = accelerator.prepare(Whole(model) if engine_of(accelerator) == "zero3" else model, optimiser)
+        load_models_whole()
+        share_masters(zero_of(prepared))
         return wrapped, [prepared]
     return accelerator.prepare_model(model, evaluation_mode=False), optimisers
+
+
+def load_models_whole() -> None:
+    """Under ZeRO-3 accelerate makes transformers cut whatever it loads from then on, frozen targets too, which nothing would
+    put together."""
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
+def zero_of(optimiser: Any) -> Any:
+    """DeepSpeed's ZeRO optimiser below accelerate's wrapper."""
+    return optimiser if hasattr(optimiser, "averaged_gradients") else optimiser.optimizer
+
+
+def flats_of(zero: Any) -> list[tuple[Tensor, Tensor]]:
+    """(what the optimiser updates, what of the module's parameters it is), this process's part of each group, flat."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+        return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True))
+    ranks = [torch.distributed.get_rank(group) for group in zero.real_dp_process_group]
+    cut = [parts[rank] for parts, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
+    return list(zip(zero.single_partition_of_fp32_groups, cut, strict=True))
+
+
+def share_masters(zero: Any) -> None:
+    """Parameters are fp32: let ZeRO update them in place, where it would keep a second fp32 copy of its part. One that is
+    offloaded to another device stays."""
+    pairs = [(flat, own) for flat, own in flats_of(zero) if flat.device == own.device and flat.dtype == own.dtype]
+    if not any(flat.data_ptr() != own.data_ptr() for flat, own in pairs):
+        return
+    for flat, own in pairs:
+        flat.data = own.data
+    if not hasattr(zero, "fp32_partitioned_groups_flat"):
+        zero._link_all_hp_params()  # parameters' views of the old copies
+
+
+def cut(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that ZeRO-3 has cut."""
+    return [p for p in parameters if hasattr(p, "ds_id")]
+
+
+@contextmanager
+def whole(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[None]:
+    """While open, these are whole in every process, under any engine; every process opens it. With `write`, what the main
+    process changes in them stays."""
+    if found := cut(parameters):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        signs.entering()
+        with GatheredParameters(found, modifier_rank=0 if write else None):
+            yield
+    else:
+        yield
+
+
+def put_together(module: nn.Module) -> None:
+    """The end of training: parameters are whole from here on, in every process; every process calls it."""
+    if found := cut(module.parameters()):
+        found[0].all_gather(param_list=found)  # type: ignore[attr-defined]
 
 
 def total(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
@@ -193,7 +285,7 @@ def discard(accelerator: Accelerator, model: Any, optimisers: list[torch.optim.O
     if is_deepspeed(accelerator):
         zero = model.optimizer
         zero.zero_grad(set_to_none=True)
-        for held in (zero.averaged_gradients, zero.all_grad_tensors):
+        for held in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
             for group in held:
                 held[group] = None
         return

@@ -185,9 +185,11 @@ def train(
     last_save, rate = time.monotonic(), 0.0
     logged: dict[str, tuple[float, float]] = {}
     clock = StepClock(accelerator, flops_per_token)
-    with RunLog(folder, config, accelerator, state.step) as log, Stop() as stop:
+    with RunLog(folder, config, accelerator, state.step, state.skipped) as log, Stop() as stop:
         for name in damaged:
             log.write("note", state.step, {"damaged": name}, f"checkpoint {name} is incomplete or damaged, passed over")
+        if accelerator.is_main_process:
+            checkpoint.set_aside(folder / "checkpoints", damaged)
         if start is not None:
             log.say(f"resuming from {start.name}: epoch {state.epoch}, window {state.window}, {state.tokens} tokens")
 
@@ -202,15 +204,16 @@ def train(
             """Held-out figures and probe; the same in every process. A signal makes all of it nothing: the next launch
             measures again."""
             rng, found = checkpoint.rng_state(), dict[str, dict[str, float]]()
-            for kind in kinds:
-                if kind == "heldout":
-                    found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
-                    continue
-                figures: dict[str, float] = {}
-                if probe is not None and accelerator.is_main_process:
-                    figures = probe(drafter, stop.asked)
-                    drafter.train()
-                found[kind] = engine.shared(accelerator, figures)
+            with engine.whole(drafter.parameters()):
+                for kind in kinds:
+                    if kind == "heldout":
+                        found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                        continue
+                    figures: dict[str, float] = {}
+                    if probe is not None and accelerator.is_main_process:
+                        figures = probe(drafter, stop.asked)
+                        drafter.train()
+                    found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
             if stopped:
                 checkpoint.set_rng_state(rng)
@@ -312,7 +315,8 @@ def train(
                 clock.mark("target")
                 with torch.no_grad():
                     if rewrite is not None:  # on-policy methods: own samples, before the target reads them
-                        batch = rewrite(batch, min(used, 1.0))
+                        with engine.whole(drafter.parameters()):
+                            batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
                 clock.mark("drafter")
                 with accelerator.no_sync(model) if not last else nullcontext():
@@ -367,6 +371,7 @@ def train(
                 )
                 log.write("train", state.step, figures, text if log.bar is None else None)
         signs.watched(False)
+    engine.put_together(drafter)
     return summary
 
 

@@ -1,7 +1,7 @@
 """Optimisers and the learning-rate schedule.
 
 AdamW (Loshchilov & Hutter 2019) on fp32 masters; optionally Muon (Jordan et al. 2024, `torch.optim.Muon`) for the
-matrices inside the network. Tests: `pytest tests/test_train.py`.
+matrices inside the network, or plain SGD. Tests: `pytest tests/test_train.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def make_optimisers(drafter: nn.Module, config: OptimConfig) -> list[torch.optim
     ]
     groups = [group | {"peak": config.lr} for group in groups if group["params"]]
     optimisers: list[torch.optim.Optimizer] = []
-    if groups:
-        optimisers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=1e-8, fused=True))
+    if groups and config.name == "sgd":
+        optimisers.append(torch.optim.SGD(groups, lr=config.lr))
+    elif groups:
+        optimisers.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True))
     if any(is_muon.values()):
         if not hasattr(torch.optim, "Muon"):
             raise ValueError(

@@ -161,7 +161,9 @@ def refuse_placement(run: RunConfig, placement: Placement) -> None:
     if inside and placement == "absent":
         raise ValueError(f"method {run.method} runs the target in every step: placement=absent is for captured states")
     if "module" in needs and placement == "own":
-        raise ValueError(f"method {run.method} has its weights inside the target: placement=own is for drafters beside it")
+        raise ValueError(
+            f"method {run.method} has its weights inside the target: placement=own is for drafters beside it"
+        )
     if placement == "absent" and isinstance(run, TrainConfig) and run.states.source != "captured":
         raise ValueError("placement=absent needs states.source=captured")
 
@@ -255,7 +257,11 @@ def lines(plan: Plan, config: PlanConfig, fits: bool | None, most: int | None, w
         *disk_lines(plan),
         f"FLOPs: {count(plan.step_flops)} a step and device"
         + ("" if plan.capture_flops is None else f", {count(plan.capture_flops)} to capture")
-        + ("" if plan.steps is None else f", {count(plan.step_flops * plan.steps * config.world)} to train {plan.steps:,} steps"),
+        + (
+            ""
+            if plan.steps is None
+            else f", {count(plan.step_flops * plan.steps * config.world)} to train {plan.steps:,} steps"
+        ),
     ]
     out += time_lines(plan, config)
     if fits is not None and config.room is not None:
@@ -266,7 +272,9 @@ def lines(plan: Plan, config: PlanConfig, fits: bool | None, most: int | None, w
         out.append(f"largest micro-batch: {most}{more} rows of {run.batch.row_length:,} tokens a device")
         out += [f"would fit: {way}" for way in ways]
         if fits is False and not ways:
-            out.append("would fit: nothing of engine, placement and one row a device; shorten batch.row_length, or take a larger device")
+            out.append(
+                "would fit: nothing of engine, placement and one row a device; shorten batch.row_length, or take a larger device"
+            )
     out += [f"note: {note}" for note in plan.notes]
     return out
 
@@ -290,7 +298,11 @@ def time_lines(plan: Plan, config: PlanConfig) -> list[str]:
         f"time on {config.world} x {device.name}: capture {hours['capture']:.2f} h, training {hours['training']:.2f} h "
         f"({hours['step_seconds']:.3g} s a step), at {config.share:.0%} of {device.tflops:g} TFLOP/s (assumed, share=...)"
     )
-    cost = [] if config.price is None else [f"cost: {both * config.world * config.price:,.2f} at {config.price:g} a device and hour"]
+    cost = (
+        []
+        if config.price is None
+        else [f"cost: {both * config.world * config.price:,.2f} at {config.price:g} a device and hour"]
+    )
     return [line, *cost]
 
 

@@ -15,7 +15,9 @@ from typing import Literal
 
 Engine = Literal["ddp", "zero1", "zero2", "zero3"]
 Placement = Literal["replicated", "sharded", "own", "nf4", "int8", "absent"]
-BUCKET = 500_000_000  # numbers in the buffer in which DeepSpeed reduces gradients (its default `reduce_bucket_size`)
+BUCKET = (
+    50_000_000  # numbers in the buffer in which DeepSpeed reduces gradients (configs/deepspeed: `reduce_bucket_size`)
+)
 NF4_BITS = 4.127  # QLoRA, arXiv:2305.14314, section 3: 4 bits, and 0.127 of constants that are quantised themselves
 INT8_BITS = 8.0  # LLM.int8, arXiv:2208.07339; a scale per row is left out
 
@@ -32,13 +34,14 @@ class Split:
     bucket: bool
 
 
-# Rajbhandari et al., arXiv:1910.02054, section 5; DeepSpeed keeps a partition of its own also of fp32 weights
-# (`single_partition_of_fp32_groups`), and DDP's buckets are the gradients themselves (`gradient_as_bucket_view`).
+# Rajbhandari et al., arXiv:1910.02054, section 5. Weights are fp32 and updated in place (`engine.share_masters`). ZeRO-3's
+# are whole at the peak, in the loss's forward and backward (`engine.Whole`), beside the part that each device keeps. DDP's
+# buckets are the gradients themselves (`gradient_as_bucket_view`).
 ENGINES: dict[str, Split] = {
     "ddp": Split(weights=False, masters=None, gradients=False, moments=False, bucket=False),
-    "zero1": Split(weights=False, masters=True, gradients=False, moments=True, bucket=True),
-    "zero2": Split(weights=False, masters=True, gradients=True, moments=True, bucket=True),
-    "zero3": Split(weights=True, masters=True, gradients=True, moments=True, bucket=True),
+    "zero1": Split(weights=False, masters=None, gradients=False, moments=True, bucket=True),
+    "zero2": Split(weights=False, masters=None, gradients=True, moments=True, bucket=True),
+    "zero3": Split(weights=False, masters=True, gradients=True, moments=True, bucket=True),
 }
 
 
@@ -78,12 +81,16 @@ def target_bytes(numbers: Numbers, placement: Placement, devices: int) -> Term:
         return Term("target", whole, f"{each:g} bytes x {numbers.target:,} frozen numbers")
     if placement == "sharded":
         size = share(whole, True, devices) + numbers.layer
-        return Term("target", size, f"{each:g} bytes x {numbers.target:,} / {devices} devices + its largest layer, gathered")
+        return Term(
+            "target", size, f"{each:g} bytes x {numbers.target:,} / {devices} devices + its largest layer, gathered"
+        )
     if placement in ("nf4", "int8"):
         bits = NF4_BITS if placement == "nf4" else INT8_BITS
         kept = whole - int(each * numbers.target_matrices)
         size = kept + int(bits / 8 * numbers.target_matrices)
-        return Term("target", size, f"{bits:g} bits x {numbers.target_matrices:,} numbers of projections + the rest as it is")
+        return Term(
+            "target", size, f"{bits:g} bits x {numbers.target_matrices:,} numbers of projections + the rest as it is"
+        )
     where = "on devices of its own" if placement == "own" else "its states captured before"
     return Term("target", numbers.ends, f"embedding and head alone, which the loss reads; {where}")
 
@@ -105,7 +112,9 @@ def device_memory(
     ]  # fmt: skip
     if split.masters is not None:
         terms.append(
-            Term("engine masters", share(4 * n, split.masters, devices), f"4 bytes x {n:,}{spread(split.masters)} (fp32)")
+            Term(
+                "engine masters", share(4 * n, split.masters, devices), f"4 bytes x {n:,}{spread(split.masters)} (fp32)"
+            )
         )
     kept_gradients = split.gradients and devices > 1
     gradients = share(4 * n, True, devices) if kept_gradients else parts["gradients"]
@@ -118,7 +127,11 @@ def device_memory(
         Term("moments", moments, f"4 bytes x {numbers.moments:,} numbers of the optimiser{spread(split.moments)}"),
         Term("states", parts["states"], "the batch: ids, masks, the target's states of its rows"),
         Term("teacher", parts["teacher"], "the target's logits and their sums"),
-        Term("activations", parts["activations"], f"kept for backward; most of it {kept}" if kept else "kept for backward"),
+        Term(
+            "activations",
+            parts["activations"],
+            f"kept for backward; most of it {kept}" if kept else "kept for backward",
+        ),
         Term("workspace", parts["workspace"], "made and freed within the pass"),
     ]
     return [term for term in terms if term.bytes]
@@ -128,7 +141,10 @@ def saving_memory(terms: Sequence[Term], numbers: Numbers) -> list[Term]:
     """The same while a checkpoint is written, where weights and copies are in one memory (CPUs): no activations."""
     still = [t for t in terms if t.name in ("target", "drafter", "engine masters", "moments", "engine bucket")]
     copies = 4 * (numbers.trained + numbers.moments)
-    return [*still, Term("checkpoint copies", copies, f"4 bytes x ({numbers.trained:,} weights + {numbers.moments:,} moments)")]
+    return [
+        *still,
+        Term("checkpoint copies", copies, f"4 bytes x ({numbers.trained:,} weights + {numbers.moments:,} moments)"),
+    ]
 
 
 def total(terms: Sequence[Term]) -> int:

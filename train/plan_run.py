@@ -60,7 +60,9 @@ class Text:
 
     def stream(self, run: RunConfig) -> Stream:
         batch = run.batch
-        return Stream(self.samples, row_length=batch.row_length, rows=batch.rows, accumulate=batch.accumulate, seed=run.seed)
+        return Stream(
+            self.samples, row_length=batch.row_length, rows=batch.rows, accumulate=batch.accumulate, seed=run.seed
+        )
 
     def batch(self, run: RunConfig, rows: int, world: int) -> Batch:
         """The micro-batch of one device that holds the most supervised tokens in the first epoch; of data that is not here,
@@ -90,7 +92,11 @@ class Text:
         if budget.tokens is not None:
             return max(math.ceil(budget.tokens / per_step), 1)
         assert budget.epochs is not None
-        return self.stream(run).steps(budget.epochs) if self.samples else max(math.ceil(self.tokens * budget.epochs / per_step), 1)
+        return (
+            self.stream(run).steps(budget.epochs)
+            if self.samples
+            else max(math.ceil(self.tokens * budget.epochs / per_step), 1)
+        )
 
 
 def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None, supervised: float) -> Text:
@@ -104,11 +110,15 @@ def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None,
     except ValueError:
         return Text([], 0, None, supervised, "full rows: no tokenizer here to read the data with")
     if len(tokenizer) > vocab:
-        raise ValueError(f"target {run.target.name!r}: its tokenizer has {len(tokenizer)} tokens, its config.json {vocab} rows")
+        raise ValueError(
+            f"target {run.target.name!r}: its tokenizer has {len(tokenizer)} tokens, its config.json {vocab} rows"
+        )
     talks, held = conversations(run)
     own, report = encode_all(talks, tokenizer, run.data.max_length)
     other = sum(len(s) for s in encode_all(held, tokenizer, run.data.max_length)[0]) if held else 0
-    return Text(own, other, report.tokens, report.supervised / report.tokens, f"the data's fullest; {report.kept:,} samples")
+    return Text(
+        own, other, report.tokens, report.supervised / report.tokens, f"the data's fullest; {report.kept:,} samples"
+    )
 
 
 @dataclass(frozen=True)
@@ -158,9 +168,7 @@ class Plan:
 
     def again(self, engine: Engine, placement: Placement) -> Plan:
         """The same micro-batch, spread otherwise."""
-        moments = moments_of(
-            self.work, self.numbers, self.step, engine, placement, self.capture_pass, self.one_memory
-        )
+        moments = moments_of(self.work, self.numbers, self.step, engine, placement, self.capture_pass, self.one_memory)
         return replace(self, moments=moments)
 
 

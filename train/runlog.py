@@ -1,9 +1,9 @@
 """Where a run's numbers go: `metrics.jsonl` always, a progress bar, and wandb or TensorBoard by choice.
 
 A line of `metrics.jsonl` is one JSON object with `kind` (train, heldout, probe, skip, note), `step`, and its figures.
-After a resume, lines beyond the checkpoint's step are dropped, so that every step appears once. Trackers get the numbers
-under the names of the table in train/README.md, the same for every script; a run that goes on is the same wandb run.
-`draftsmith report RUN` makes a page of it (inference/run_report.py). Tests: `pytest tests/test_train.py`.
+After a resume, lines beyond the checkpoint's step are dropped, so that every step and every skip appears once. Trackers get
+the numbers under the names of the table in train/README.md, the same for every script; a run that goes on is the same wandb
+run. `draftsmith report RUN` makes a page of it (inference/run_report.py). Tests: `pytest tests/test_train.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..inference.card import scrub_values
 class RunLog:
     """The log of one launch; a context manager. Only the main process writes."""
 
-    def __init__(self, folder: Path, config: RunConfig, accelerator: Accelerator, step: int) -> None:
+    def __init__(self, folder: Path, config: RunConfig, accelerator: Accelerator, step: int, skipped: int = 0) -> None:
         self.main = accelerator.is_main_process
         self.accelerator = accelerator
         self.path = folder / "metrics.jsonl"
         self.console = Console(file=sys.stderr, soft_wrap=True)
         self.bar: Progress | None = None
         if self.main:
-            _drop_beyond(self.path, step)
+            _drop_beyond(self.path, step, skipped)
             if config.log.trackers:
                 start_trackers(folder, config, accelerator)
             if config.log.progress and self.console.is_terminal:
@@ -115,13 +115,15 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_beyond(path: Path, step: int) -> None:
+def _drop_beyond(path: Path, step: int, skipped: int) -> None:
+    """Keep what the checkpoint knows of: its steps, and its skips."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text().splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            facts = json.loads(line)
+            if facts["step"] <= step and (facts["kind"] != "skip" or facts["skipped"] <= skipped):
                 kept.append(line + "\n")
         except (ValueError, KeyError):
             continue  # cut off by a kill

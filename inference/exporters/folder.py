@@ -133,7 +133,11 @@ def compare_slots(header: Mapping[str, tuple[str, tuple[int, ...]]], slots: Mapp
 
 
 def refuse_non_finite(tensors: Mapping[str, Tensor], where: str) -> None:
-    """ValueError naming each tensor with a NaN or an infinity, and how many values."""
+    """ValueError naming each tensor with a NaN or an infinity, and how many values; or that has no value at all."""
+    if empty := sorted(name for name, tensor in tensors.items() if not tensor.numel()):
+        raise ValueError(
+            f"{where}: {', '.join(empty)} without a value: under ZeRO-3 tensors must be put together before they are written"
+        )
     bad = {n: int((~torch.isfinite(t)).sum()) for n, t in tensors.items() if t.is_floating_point()}
     named = [f"{name} ({count} values)" for name, count in sorted(bad.items()) if count]
     if named:

@@ -174,7 +174,7 @@ class Bench:
         settings = list(QUICK) if args.quick else settings
         whole = list(QUICK) if args.quick else [f"data.limit={args.limit}"]
         capture_states(whole, self.out / "states")
-        settings += part.tiny if args.quick else ()
+        settings += [*(part.tiny if args.quick else ()), "states.teacher=last_hidden"]
         run = self.out / (f"{name}_{label}" if label else name)
         return train(part.recipe, run, settings, self.out / "states", quick=args.quick)
 

@@ -73,7 +73,7 @@ class Kill:
 def plan(seed: int, engine: str, run: int, kills: int) -> list[Kill]:
     """The kills of one run."""
     dice = random.Random(f"{seed} {engine} {run}")
-    kinds = ("start", "step", "step", "save", "save", "save", "end")
+    kinds = ("start", "step", "step", "save", "save", "save", "end", "end")
     drawn = [Kill(dice.choice(kinds), dice.random(), dice.random(), dice.choice(WHOM)) for _ in range(kills)]
     return [kill for kill in drawn if kill.kind != "end"] + [kill for kill in drawn if kill.kind == "end"]
 

@@ -99,7 +99,7 @@ def train(name: str, out: Path, *, quick: bool) -> Path:
     done = run / "done"
     if done.exists():
         return run / "export"
-    settings = [f"run={run}", f"states.folder={states_folder(name, out)}"]
+    settings = [f"run={run}", f"states.folder={states_folder(name, out)}", "states.teacher=last_hidden"]
     if quick:
         settings += ["target.name=tiny", "target.dtype=float32", "precision=fp32", "data.limit=40", "draft_vocab=null"]
         settings += ["budget.minutes=null", "budget.steps=4", "evaluate.conversations=4", "evaluate.probe_prompts=1"]

@@ -71,6 +71,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
     for kind, teacher in teachers(t, w, dtype).items():
         yield case(kind, teacher, LABELS if teacher is None else OBJECTIVE, bias_W, label_T)
+    top = teachers(t, w, dtype)["topk"]
+    mass_T = top.tail_T + top.log_p_TK.exp().masked_fill(top.ids_TK < 0, 0).sum(-1)
+    yield case("topk, scaled to its mass", replace(top, log_mass_T=mass_T.log()), OBJECTIVE, bias_W, label_T)
     banned_W = bias_W.clone().index_fill_(0, torch.tensor([7]), float("-inf"))
     yield case("a banned id", None, LABELS, banned_W, label_T.masked_fill(label_T == 7, 8))
     # Of five ids the teacher has two alone, one of which is banned: losses that stay of size 1.
