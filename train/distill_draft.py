@@ -53,6 +53,7 @@ from draftsmith.train.script import (
     refuse_other_run,
     run,
     run_facts,
+    say_plan,
     silent,
     target_of,
     where_it_is,
@@ -119,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     claim(folder, accelerator)
+    say_plan(config, target, samples, accelerator, say)
     if accelerator.is_main_process:
         write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()

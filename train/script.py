@@ -38,10 +38,12 @@ from ..models.piecewise import load_placed
 from ..models.placement import bytes_here, share_of_devices
 from ..models.target import Target
 from . import checkpoint, signs
+from .engine import engine_of
 from .loop import Summary
 from .stream import Stream
 
 GONE = "another process of this training is gone"
+NEEDS_NO_PLAN = 10_000_000  # numbers of a target
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed", "safetensors")
 
 
@@ -137,6 +139,26 @@ def where_it_is(target: Target) -> str:
         "" if target.placed is None else f", {target.placement}: {bytes_here(target) / 2**20:,.1f} MiB in this process"
     )
     return f"{str(target.dtype).removeprefix('torch.')}{rounded}{placed}"
+
+
+def say_plan(
+    config: RunConfig, target: Target, samples: Sequence[Sample], accelerator: Accelerator, say: Callable[..., None]
+) -> None:
+    """The short form of `draftsmith plan` for this launch, by the main process. A plan that cannot be made stops nothing,
+    and targets of a few numbers need none."""
+    numbers = sum(p.numel() for p in target.model.parameters())
+    if not accelerator.is_main_process or numbers < NEEDS_NO_PLAN or not samples:
+        return
+    from . import plan_run  # which most launches of tests do without
+
+    tokens = sum(map(len, samples))
+    supervised = sum(int(s.supervised.sum()) for s in samples) / tokens
+    text = plan_run.Text(list(samples), 0, tokens, supervised, "the data's fullest")
+    work = plan_run.Work(config, target.facts.name, target.model.config, text, accelerator.num_processes)
+    try:
+        say("\n".join(plan_run.short_form(work, engine_of(accelerator), accelerator.device.type == "cpu")))
+    except Exception as error:
+        say(f"plan: none ({one_line(error)})")
 
 
 def how_it_ended(config: RunConfig, summary: Summary, say: Callable[..., None]) -> int | None:
