@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..data.formats import STORED, TEACHER, TOP_K, Stored
+from ..data.places import CACHE_GB
 from ..data.sources import DataConfig
 from .parse import flatten
 
@@ -43,7 +44,15 @@ class StatesConfig:
     """`captured`: one forward over the data, kept as shards, so that every epoch and method reads them; `live`: the
     target runs beside the drafter in every step."""
     folder: str | None = None
-    """Shared folder of captured states; null = `states/` of the run. Shards of another target or data are refused."""
+    """Shared folder of captured states, or the address of a store (s3://bucket/path, gs://..., hf://datasets/...);
+    null = `states/` of the run. Shards of another target or data are refused."""
+    cache: str | None = None
+    """Local folder for what is fetched from a store; null = `states/` of $DRAFTSMITH_CACHE or ~/.cache/draftsmith."""
+    cache_gb: float = CACHE_GB
+    """Gigabytes that it may take. What was not read for the longest is deleted first."""
+    rolling: bool = False
+    """Read states while `draftsmith capture --rolling N` writes them into `folder`/train, once, and delete what a
+    checkpoint no longer needs: disk stays bounded. One pass over the data."""
     batch_tokens: int = 2048
     """Tokens per target forward while capturing."""
     stored: Stored = STORED
@@ -62,6 +71,12 @@ class StatesConfig:
         if self.top_k < 1 or self.verify < 0:
             raise ValueError(
                 f"states.top_k must be at least 1 and states.verify at least 0, got {self.top_k}, {self.verify}"
+            )
+        if self.cache_gb <= 0:
+            raise ValueError(f"states.cache_gb must be positive, got {self.cache_gb}")
+        if self.rolling and (self.source != "captured" or self.folder is None):
+            raise ValueError(
+                "states.rolling=true reads what another command captures: set states.folder, and source=captured"
             )
 
     def keeps(self, needs: frozenset[str], objective: str) -> tuple[bool, int]:
@@ -279,6 +294,8 @@ FREE_ON_RESUME = (
     "processes",
     "stall_minutes",
     "states.folder",
+    "states.cache",
+    "states.cache_gb",
     "states.batch_tokens",
     "states.verify",
 )
@@ -299,6 +316,10 @@ def check(config: TrainConfig) -> None:
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     check_run(config)
+    if config.states.rolling and config.budget.steps is None and (config.budget.epochs or 2) > 1:
+        raise ValueError(
+            "states.rolling=true deletes what was read, so that there is one pass: set budget.epochs to at most 1, or budget.steps"
+        )
     if config.draft_vocab is not None and config.draft_vocab < 1:
         raise ValueError(f"draft_vocab must be at least 1 or null, got {config.draft_vocab}")
     if config.states.source == "captured" and (unstored := {"module", "kv"} & method.loss_needs):

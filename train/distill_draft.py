@@ -28,7 +28,10 @@ from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
 from draftsmith.data.encode import Sample, encode_all, prompt_ids
 from draftsmith.data.packing import collate
-from draftsmith.inference.capture import capture
+from draftsmith.data.places import inside, place_of
+from draftsmith.data.rolling import open_rolling, reading_order
+from draftsmith.data.states import StateStore
+from draftsmith.inference.capture import capture, state_fields
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import EXPORTERS
 from draftsmith.inference.load import load_drafter
@@ -47,6 +50,7 @@ from draftsmith.train.script import (
     refuse_other_run,
     run,
     run_facts,
+    say_plan,
     silent,
     target_of,
     write_run_file,
@@ -112,14 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     claim(folder, accelerator)
+    say_plan(config, target, samples, accelerator, say)
     if accelerator.is_main_process:
         write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
-    samples, states_of = states(config, target, drafter, samples, folder, "train", accelerator)
-    heldout_samples, heldout_states_of = states(
+    samples, states_of, store = states(config, target, drafter, samples, folder, "train", accelerator)
+    heldout_samples, heldout_states_of, _ = states(
         config, target, drafter, heldout_samples, folder, "heldout", accelerator
     )
-    stream = make_stream(config, samples, accelerator)
+    stream = make_stream(config, samples, accelerator, store)
     prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
     heldout = [collate([sample], config.seed) for sample in heldout_samples]
 
@@ -189,35 +194,41 @@ def states(
     folder: Path,
     split: str,
     accelerator: Accelerator,
-) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
-    """The usable samples, and a function that gives the target's states of a batch of them."""
+) -> tuple[list[Sample], Callable[[Batch], TargetOut], StateStore | None]:
+    """The usable samples, a function that gives the target's states of a batch of them, and where they are stored."""
     if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
-        return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed)
+        return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed), None
     if config.states.source == "captured" and samples:
-        place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
         last_hidden, top_k = config.states.keeps(drafter.loss_needs, getattr(drafter.config, "objective", ""))
-        store = capture(
-            target,
-            samples,
-            place / split,
-            taps=drafter.taps,
-            need_last_hidden=last_hidden,
-            batch_tokens=config.states.batch_tokens,
-            progress=accelerator.is_main_process,
-            stored=config.states.stored,
-            last_stored=config.states.last_stored,
-            top_k=top_k,
-            verify=config.states.verify,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-        )
+        place = place_of(config.states.folder or folder / "states", config.states.cache, config.states.cache_gb)
+        if config.states.rolling and split == "train":
+            samples = reading_order(samples, config.seed)
+            kept = (last_hidden, config.states.stored, config.states.last_stored, top_k)
+            fields = state_fields(target, samples, drafter.taps, *kept)
+            store = open_rolling(inside(place, split), fields, samples, accelerator.is_main_process)
+        else:
+            store = capture(
+                target,
+                samples,
+                inside(place, split),
+                taps=drafter.taps,
+                need_last_hidden=last_hidden,
+                batch_tokens=config.states.batch_tokens,
+                progress=accelerator.is_main_process,
+                stored=config.states.stored,
+                last_stored=config.states.last_stored,
+                top_k=top_k,
+                verify=config.states.verify,
+                rank=accelerator.process_index,
+                world=accelerator.num_processes,
+            )
 
         def stored(batch: Batch) -> TargetOut:
             return dataclasses.replace(store.fill(batch), head=target.head, by_head=target.by_head, embed=target.embed)
 
-        return store.usable(samples), stored
+        return store.usable(samples), stored, store
 
-    return samples, partial(live_states, target, drafter)
+    return samples, partial(live_states, target, drafter), None
 
 
 def speculative_probe(

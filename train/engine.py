@@ -1,4 +1,4 @@
-"""Processes: one, several by DDP, or several by DeepSpeed ZeRO, through accelerate.
+"""Processes: one, several by DDP, or several by DeepSpeed ZeRO-1 to 3, through accelerate.
 
 What this file adds to accelerate is refusal: several launchers start one process, or several that do not know of each
 other, without an error. Gradients are summed over processes and micro-batches here, whatever the engine averages.
@@ -43,6 +43,7 @@ def start(config: RunConfig) -> Accelerator:
         raise ValueError(
             "ACCELERATE_USE_CPU=true switches DeepSpeed off: unset it (DS_ACCELERATOR=cpu is what is needed)"
         )
+    refuse_split_rows({})
     accelerator = Accelerator(
         cpu=cpu and not deepspeed,
         kwargs_handlers=handlers,
@@ -80,6 +81,22 @@ def is_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
+def refuse_split_rows(settings: dict[str, Any]) -> None:
+    """A row is computed by one process. Raises ValueError where the launcher or a DeepSpeed file asks to split it."""
+    asked = {
+        f"parallelism_config.{name}_size": os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE")
+        for name in ("cp", "sp")
+    }
+    asked["sequence_parallel_size of the DeepSpeed file"] = settings.get("sequence_parallel_size")
+    for name, size in asked.items():
+        if size not in (None, "auto") and int(size) > 1:
+            raise ValueError(
+                f"{name}={size} splits rows over processes; here each is computed by one, for a drafter's steps read all of its "
+                "document, in memory linear in its length: leave it at 1 and set drafter.checkpointing=true, "
+                "drafter.deep_share below 1, or a lower batch.rows or batch.row_length"
+            )
+
+
 def engine_of(accelerator: Accelerator) -> str:
     """What shares the work: `ddp` (one process, too) or `zero1` to `zero3`."""
     return f"zero{accelerator.state.deepspeed_plugin.zero_stage}" if is_deepspeed(accelerator) else "ddp"
@@ -87,6 +104,7 @@ def engine_of(accelerator: Accelerator) -> str:
 
 def fill_deepspeed(settings: dict[str, Any], config: RunConfig) -> None:
     """The recipe is the one source of batch size, accumulation and clipping: a DeepSpeed file says the same or `auto`."""
+    refuse_split_rows(settings)
     wanted = {
         "gradient_accumulation_steps": config.batch.accumulate,
         "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: rows are dealt out by the stream

@@ -180,7 +180,12 @@ def train(
 
     def save() -> None:
         checkpoint.save(folder / "checkpoints", state, settings, drafter, optimisers, accelerator, config.save.keep)
+        if rolling is not None:
+            rolling.saved(state.epoch, state.window)
 
+    rolling = stream.rolling
+    if rolling is not None:
+        rolling.saved(state.epoch, state.window)  # where this launch begins
     summary = Summary(state)
     last_save, rate = time.monotonic(), 0.0
     logged: dict[str, tuple[float, float]] = {}
@@ -272,6 +277,8 @@ def train(
             local = [drafter.denominators(b, min(used, 1.0)) for b in batches]  # type: ignore[operator]
             names = sorted(local[0])
             save_due = accelerator.is_main_process and time.monotonic() - last_save > config.save.minutes * 60
+            save_due |= rolling is not None and rolling.due(state.epoch, state.window)
+            unready = rolling is not None and not rolling.ready(state.epoch, state.window)
             clock.mark("update")  # here: what processes tell each other
             sums = engine.total(
                 accelerator,
@@ -280,10 +287,11 @@ def train(
                     sum(int((b.samples_BT >= 0).sum()) for b in batches),
                     float(stop.signal),
                     float(save_due),
+                    float(unready),
                 ],
             )
             clock.mark(None)
-            counts, (tokens, stopped, due) = dict(zip(names, sums[:-3], strict=True)), sums[-3:]
+            counts, (tokens, stopped, due, waiting) = dict(zip(names, sums[:-4], strict=True)), sums[-4:]
 
             # 5. Save at rest: between steps, where a few integers say all. The end of the budget always saves.
             ending = bool(stopped) or state.done or stop_here
@@ -297,6 +305,9 @@ def train(
             if ending:
                 summary.signal = stop.signal or (signal.SIGTERM if stopped else 0)
                 break
+            if rolling is not None and waiting:  # for states that are captured meanwhile
+                rolling.wait(state.epoch, state.window)
+                continue
 
             # 6. Learning rate of this step: by the share of the budget that will be used once it is done.
             used_after = budget_used(config.budget, state, total_steps, 1, int(tokens), rate)

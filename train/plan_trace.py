@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..configs.training import StatesConfig
 from ..data.batch import Batch, Likeliest, TargetOut
-from ..data.formats import handed_out, row_bytes, top_bytes
+from ..data.formats import handed_out
+from ..data.states import StateFields
 from ..models.outline import Held, Outline
 from ..models.target import Target, live_states
 from .loop import LossModule
@@ -27,35 +27,17 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
 
 @dataclass(frozen=True)
 class Built:
-    """What a recipe trains, made of shapes: `module` as the loop wants it, and the target's states of a batch. `taps` and
-    `needs` as the drafter's; `stored`: the states were captured before, and no target runs beside the drafter; `states`: how."""
+    """What a recipe trains, made of shapes: `module` as the loop wants it, what its loss `needs`, and the `fields` of states
+    that were captured before (None: the target runs in the step, or the text is all)."""
 
     target: Target
     module: Any
-    taps: tuple[int, ...]
     needs: frozenset[str]
-    stored: bool
-    states: StatesConfig = field(default_factory=StatesConfig)
+    fields: StateFields | None
 
     @property
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
-
-    @property
-    def kept(self) -> tuple[bool, int]:
-        """Whether last_hidden is captured, and how many likeliest tokens."""
-        return self.states.keeps(self.needs, getattr(self.module.config, "objective", ""))
-
-    @property
-    def token_bytes(self) -> int:
-        """Of the states of one token, as captured; of likeliest tokens as if every token were supervised."""
-        if not self.stored:
-            return 0
-        facts, states = self.target.facts, self.states
-        last_hidden, top_k = self.kept
-        taps = row_bytes(states.stored, (len(self.taps), facts.width)) if self.taps else 0
-        last = row_bytes(states.last_stored, (facts.width,)) if last_hidden else 0
-        return taps + last + (top_bytes(top_k, facts.vocab) if top_k else 0)
 
 
 @dataclass(frozen=True)
@@ -79,20 +61,22 @@ def states_of(built: Built, batch: Batch) -> TargetOut:
     heads: dict[str, Any] = {"head": target.head, "by_head": target.by_head, "embed": target.embed}
     if needs <= {"ids"}:
         return TargetOut(**heads)
-    if not built.stored:
+    fields = built.fields
+    if fields is None:
         return live_states(target, built.module, batch)
-    width, states, (last_hidden, top_k) = target.facts.width, built.states, built.kept
-    out = TargetOut(
-        torch.zeros(b, t, len(built.taps), width, dtype=handed_out(states.stored)) if built.taps else None,
-        torch.zeros(b, t, width, dtype=handed_out(states.last_stored)) if last_hidden else None,
+    likeliest = None
+    if fields.top_k:
+        ids_BTK = torch.zeros(b, t, fields.top_k, dtype=torch.int32)
+        likeliest = Likeliest(ids_BTK, torch.zeros(ids_BTK.shape), torch.zeros(b, t))
+    taps, last = handed_out(fields.stored), handed_out(fields.last_stored)
+    return TargetOut(
+        torch.zeros(b, t, len(fields.taps), fields.width, dtype=taps) if fields.taps else None,
+        torch.zeros(b, t, fields.width, dtype=last) if fields.last_hidden else None,
         torch.zeros(b, t),
         torch.full((b, t), -1, dtype=torch.int64),
+        likeliest=likeliest,
         **heads,
     )
-    if top_k:
-        ids_BTK = torch.zeros(b, t, min(top_k, target.facts.vocab), dtype=torch.int32)
-        out.likeliest = Likeliest(ids_BTK, torch.zeros(ids_BTK.shape), torch.zeros(b, t))
-    return out
 
 
 def trace(
@@ -104,7 +88,7 @@ def trace(
     `kept_gradients`: gradients are there before (several micro-batches a step, or an engine that keeps room for them).
     """
     outline = Outline(RENAMED)
-    with outline:
+    with torch.random.fork_rng([]), outline:  # small tensors are drawn for real
         built = build(outline)
         for parameter in built.trained:
             outline.move(parameter, "trained")
@@ -120,12 +104,11 @@ def trace(
             outline.measure()
             with outline.counted_as("workspace"), torch.no_grad():
                 out = states_of(built, batch)
-            given = (out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv))
+            told = () if out.likeliest is None else vars(out.likeliest).values()
+            given = (*told, out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv))
             for state in given:
                 if state is not None:
                     outline.move(state, "states")
-            for state in () if out.likeliest is None else vars(out.likeliest).values():
-                outline.move(state, "states")
             target_flops = outline.flops
             counts = built.module.denominators(batch, 0.0)
             with outline.counted_as("activations"), nullcontext() if backward else torch.no_grad():
@@ -147,7 +130,7 @@ def trace(
         most_of(kept, letters),
         outline.flops,
         target_flops,
-        built.token_bytes,
+        0 if built.fields is None else built.fields.token_bytes,
     )
     return built, step, weights
 
@@ -176,11 +159,13 @@ def said(held: Held, letters: dict[int, str]) -> str:
 
 
 def most_of(kept: Sequence[Held], letters: dict[int, str]) -> str:
-    """The group of equal tensors that takes most room: `7 x fp32 [W 8192, D 512] of new_grads (...)`."""
+    """What one function keeps that keeps most: `28 tensors of 480 MB, such as fp32 [...] of attend (...)`."""
     groups: dict[tuple[Any, ...], list[Held]] = {}
     for held in kept:
-        groups.setdefault((held.shape, held.dtype, held.place), []).append(held)
+        groups.setdefault((held.dtype, held.place), []).append(held)
     if not groups:
         return ""
     group = max(groups.values(), key=lambda one: sum(held.bytes for held in one))
-    return f"{len(group)} x {said(group[0], letters)}"
+    count, bytes_ = len(group), sum(held.bytes for held in group)
+    top = max(group, key=lambda held: held.bytes)
+    return f"{count} {'tensor' if count == 1 else 'tensors'} of {bytes_ / 1e6:,.1f} MB, such as {said(top, letters)}"
