@@ -173,7 +173,7 @@ def largest_micro_batch(work: Work, plan: Plan, config: PlanConfig) -> int:
 
     def peak(rows: int) -> int:
         if rows not in known:
-            known[rows] = make_plan(work, rows, work.engine, config.placement, config.gpu is None).peak
+            known[rows] = make_plan(work, rows, work.engine, config.placement, config.gpu is None, plan).peak
         return known[rows]
 
     return most_rows(peak, config.room, max(MOST_TOKENS // work.run.batch.row_length, 1))
@@ -184,7 +184,7 @@ def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
     assert config.room is not None
     room, one = (
         config.room,
-        plan if plan.rows == 1 else make_plan(work, 1, work.engine, config.placement, config.gpu is None),
+        plan if plan.rows == 1 else make_plan(work, 1, work.engine, config.placement, config.gpu is None, plan),
     )
     engines = [work.engine, *(e for e in ENGINES if config.world > 1 and e != work.engine)]
     found: list[str] = []

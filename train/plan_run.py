@@ -179,15 +179,21 @@ class Plan:
         return replace(self, moments=moments)
 
 
-def make_plan(work: Work, rows: int, engine: str, placement: Placement, one_memory: bool = True) -> Plan:
+def make_plan(
+    work: Work, rows: int, engine: str, placement: Placement, one_memory: bool = True, before: Plan | None = None
+) -> Plan:
     """Trace one micro-batch of `rows` rows on shapes, and add up. `one_memory`: weights and checkpoints' copies share one
-    memory, as on CPUs. Raises ValueError for what the recipe's own script would refuse."""
+    memory, as on CPUs. `before`: a plan of the same work with other rows, whose capture need not be traced again. Raises
+    ValueError for what the recipe's own script would refuse."""
     run = work.run
     batch = work.text.batch(run, rows, work.world)
     several = run.batch.accumulate > 1 or work.world > 1
     built, step, weights = trace(lambda outline: build(work, outline), batch, run.precision, kept_gradients=several)
     numbers = numbers_of(built, weights, run.optim)
-    capture_pass, capture_flops = capture_of(work, built) if built.fields is not None else (0, None)
+    if before is not None:
+        capture_pass, capture_flops = before.capture_pass, before.capture_flops
+    else:
+        capture_pass, capture_flops = capture_of(work, built) if built.fields is not None else (0, None)
     return Plan(
         work,
         rows,

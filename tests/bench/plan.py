@@ -68,7 +68,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
 }  # fmt: skip
 
-# config.json of three large targets (huggingface.co, read 2026-11): the numbers that shape them.
+# config.json of three large targets (huggingface.co as published): the numbers that shape them.
 LARGE: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B-Instruct": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
