@@ -122,7 +122,8 @@ def test_parameters_and_bytes_are_those_of_the_real_drafter(method: str) -> None
 @pytest.mark.parametrize("method", METHODS)
 def test_weights_of_usual_size_are_shapes(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny target's matrices are small enough to be real; as shapes they give the same plan, copied and moved too."""
-    work = work_of(recipe(method))
+    target = TargetConfig(name="tiny", dtype="bfloat16")  # weights that are copied are made anew, in fp32
+    work = work_of(dataclasses.replace(recipe(method), target=target, precision="bf16"))
     wanted = make_plan(work, 2, "ddp", "replicated")
     monkeypatch.setattr(outline, "SMALL", 2**11)
     FakeTensorMode.cache_clear()  # what an operator gives for the first time is made in another way
