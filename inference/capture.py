@@ -54,6 +54,7 @@ from ..data.states import (
 )
 from ..models.eagle3 import default_taps
 from ..models.loading import load_target
+from ..models.placement import together
 from ..models.target import Target
 from .engine_states import EngineStates
 from .progress import progress_bar
@@ -150,7 +151,7 @@ def state_fields(
         raise ValueError(f"taps {list(taps)} must be distinct and ascending")
     return StateFields(
         format=FORMAT,
-        target=target.facts.fingerprint,
+        target=("" if target.quantized == "none" else f"{target.quantized}:") + target.facts.fingerprint,
         tokenizer=target.facts.tokenizer_hash or "none",
         template=text_fingerprint(target.tokenizer.chat_template and target.tokenizer.get_chat_template()),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -205,7 +206,8 @@ def capture(
     if isinstance(place, Folder):
         check_disk(place.path, sum(estimate([s for k in todo for s in shards[k]], fields)))
     mine = {k: shards[k] for k in range(rank, len(shards), world) if k in todo}
-    with progress_bar("capturing states", sum(len(s) for k in mine for s in mine[k]), progress and bool(mine)) as bar:
+    tokens = sum(len(s) for k in mine for s in mine[k])
+    with together(target), progress_bar("capturing states", tokens, progress and bool(mine)) as bar:
         _fill_all(target, mine, place, fields, batch_tokens, threads or _threads(target, world), bar, engine)
     while len(finished(place, len(shards))) < len(shards):
         time.sleep(place.poll)
@@ -320,7 +322,7 @@ def run_capture(cfg: CaptureConfig) -> None:
 
 
 def _threads(target: Target, world: int) -> int:
-    if target.device.type != "cpu":
+    if target.device.type != "cpu" or target.placement != "replicated":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // world, 1)

@@ -322,7 +322,6 @@ def thousand(folder: Path) -> DataConfig:
 # 1,000 samples of 64 tokens, three taps and last hidden of width 48, the latter as given or not at all.
 ANNOUNCED = {
     "bfloat16": ({}, 24_576_000),
-    "float32": ({"last_stored": "float32"}, 49_152_000),
     "int8": ({"last_stored": "int8"}, 64_000 * 4 * (48 + 4)),
     "int4": ({"last_stored": "int4"}, 64_000 * 4 * (32 + 4)),  # 48 channels fill two groups of 32
     "int8 and top_k": ({"last_hidden": False, "top_k": 64}, 64_000 * 3 * (48 + 4)),

@@ -42,7 +42,7 @@ def test_checkpoints_change_memory_alone(method: str, options: dict[str, Any]) -
     (losses, grads, kept), (others, slopes, less) = found
     assert torch.equal(losses, others)
     torch.testing.assert_close(grads, slopes, rtol=1e-12, atol=1e-14)
-    assert less < 0.7 * kept
+    assert less < 0.9 * kept
 
 
 def test_a_step_allocates_in_proportion_to_its_length() -> None:

@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -146,6 +146,7 @@ def train(
     probe: Callable[[nn.Module, Callable[[], bool]], dict[str, float]] | None = None,
     evaluate_first: bool = False,
     judge: Judge = by_run_length,
+    together: Callable[[], AbstractContextManager[None]] = nullcontext,
     flops_per_token: float | None = None,
 ) -> Summary:
     """Train `drafter` until the budget is used, a signal or the judge ends it, or too many steps in a row had to be skipped.
@@ -153,6 +154,7 @@ def train(
     `states_of` gives the target's states of a batch. `heldout`: batches of held-out conversations, the same list in
     every process. `probe(drafter, stop)`: a real run of the decoder, on the main process. `evaluate_first`: figures of step 0
     too (`state.first`), what a run is to be held against. `judge(state, figures)`: which step is best, and whether to go on.
+    `together`: holds passes of the target of which processes make different numbers (models/placement.py).
     `flops_per_token`: what a step multiplies, for the log (train/utilisation.py).
     Every process calls this.
     Raises ValueError when the run folder holds a run with other settings, RuntimeError after MAX_SKIPS skips in a row.
@@ -212,12 +214,15 @@ def train(
             with engine.whole(drafter.parameters()):
                 for kind in kinds:
                     if kind == "heldout":
-                        found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                        found[kind] = evaluate(
+                            module, heldout, heldout_states_of or states_of, accelerator, stop, together
+                        )
                         continue
                     figures: dict[str, float] = {}
-                    if probe is not None and accelerator.is_main_process:
-                        figures = probe(drafter, stop.asked)
-                        drafter.train()
+                    with together():
+                        if probe is not None and accelerator.is_main_process:
+                            figures = probe(drafter, stop.asked)
+                            drafter.train()
                     found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
             if stopped:
@@ -330,7 +335,7 @@ def train(
                             batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
                 clock.mark("drafter")
-                with accelerator.no_sync(model) if not last else nullcontext():
+                with engine.until_last(accelerator, model, last):
                     part, pairs = model(batch, target_out, min(used, 1.0), counts)
                     clock.mark("update")
                     share, stopped = engine.total(accelerator, [float(part.detach()), float(stop.signal)])
@@ -436,6 +441,7 @@ def evaluate(
     states_of: Callable[[Batch], TargetOut],
     accelerator: Accelerator,
     stop: Stop,
+    together: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, float]:
     """Held-out metrics, teacher-forced, summed over processes; each batch is one conversation.
 
@@ -446,13 +452,14 @@ def evaluate(
     """
     module.drafter.eval()
     mine: dict[str, tuple[float, float]] = {}
-    for i in range(accelerator.process_index, len(batches), accelerator.num_processes):
-        if stop.asked():
-            break
-        batch = batches[i].to(accelerator.device)
-        counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]
-        _, metrics = module(batch, states_of(batch), 1.0, counts)
-        mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
+    with together():
+        for i in range(accelerator.process_index, len(batches), accelerator.num_processes):
+            if stop.asked():
+                break
+            batch = batches[i].to(accelerator.device)
+            counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]
+            _, metrics = module(batch, states_of(batch), 1.0, counts)
+            mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
     module.drafter.train()
     (stopped,) = engine.total(accelerator, [float(stop.signal)])
     everything = engine.total_pairs(accelerator, mine)

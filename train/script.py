@@ -33,7 +33,9 @@ from ..data.sources import Conversation, load_conversations
 from ..data.states import StateStore, data_fingerprint
 from ..inference.card import scrub_values
 from ..inference.exporters.layout import RunFacts
-from ..models.loading import load_target
+from ..models.loading import load_target, load_tokenizer
+from ..models.piecewise import load_placed
+from ..models.placement import bytes_here, share_of_devices
 from ..models.target import Target
 from . import checkpoint, signs
 from .engine import engine_of
@@ -109,17 +111,34 @@ def make_stream(
     return stream
 
 
-def target_of(config: RunConfig, accelerator: Accelerator) -> Target:
-    """The target of a recipe. One process of a machine downloads, or converts smollm2."""
+def target_of(config: RunConfig, accelerator: Accelerator, known_by: str | None = None) -> Target:
+    """The target of a recipe, placed as it says. One process of a machine downloads, or converts smollm2.
+
+    `known_by`: the fingerprint that captured states have, for a target that is absent.
+    """
+    asked, device = config.target, accelerator.device
+    pinned: Any = {"revision": asked.revision, "trust_remote_code": asked.trust_remote_code}
     with accelerator.local_main_process_first():
-        return load_target(
-            config.target.name,
-            dtype=config.target.dtype,
-            device=accelerator.device,
-            revision=config.target.revision,
-            trust_remote_code=config.target.trust_remote_code,
-            quantize="none" if isinstance(config, TrainConfig) else config.quantize,
-        )
+        if asked.placement == "replicated":
+            quantize = asked.quantize if isinstance(config, TrainConfig) else config.quantize
+            return load_target(asked.name, dtype=asked.dtype, device=device, quantize=quantize, **pinned)
+        load_tokenizer(asked.name, **pinned)
+    devices: list[torch.device] = []
+    if asked.placement == "devices":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        devices = share_of_devices(asked.devices, accelerator.local_process_index, here)
+    return load_placed(
+        asked.name, asked.placement, dtype=asked.dtype, device=device, devices=devices, known_by=known_by, **pinned
+    )
+
+
+def where_it_is(target: Target) -> str:
+    """How a target is held, for the first line of a run."""
+    rounded = "" if target.quantized == "none" else f", {target.quantized}"
+    placed = (
+        "" if target.placed is None else f", {target.placement}: {bytes_here(target) / 2**20:,.1f} MiB in this process"
+    )
+    return f"{str(target.dtype).removeprefix('torch.')}{rounded}{placed}"
 
 
 def say_plan(
