@@ -23,7 +23,7 @@ Test: pytest tests/test_linear_loss.py; tests/test_kernels.py -k linear_loss. Me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ from .linear_loss_rules import (
     accepted,
     fold,
     scale_rows,
+    spans,
     sums_of,
 )
 from .linear_loss_triton import BUILDS, walk_kernels
@@ -196,22 +197,15 @@ def walk_chunks(
     if isinstance(job.teacher, FromHidden):
         told_TW = job.teacher.hidden_UD.new_empty(room_TW.shape)
     for span in spans(len(hidden_TD), job.chunk):
-        rows = span.stop - span.start
-        z_TW, y_TW = room_TW[:rows], told_TW
+        z_TW, y_TW = room_TW[: span.stop - span.start], told_TW
         product(hidden_TD[span], weight_WD, bias_W, z_TW)
         if isinstance(job.teacher, FromHidden) and told_TW is not None:
-            y_TW = told_TW[:rows]
+            y_TW = told_TW[: len(z_TW)]
             product(job.teacher.states(span), job.teacher.weight_WD, job.teacher.bias_W, y_TW)
         walk_rows(span, z_TW, y_TW, z_TW if any(done.grads.wanted) else None, done, job, weight_T)
         if any(done.grads.wanted):
             done.grads.add(span, z_TW, hidden_TD, weight_WD)
     return done
-
-
-def spans(rows: int, chunk: int) -> Iterator[slice]:
-    """All rows, `chunk` at a time."""
-    for lo in range(0, rows, chunk):
-        yield slice(lo, min(lo + chunk, rows))
 
 
 def product(x_TD: Tensor, weight_WD: Tensor, bias_W: Tensor | None, out_TW: Tensor) -> None:

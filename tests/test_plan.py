@@ -193,10 +193,26 @@ def test_placements_of_the_target() -> None:
         return target_bytes(NUMBERS, placement, devices).bytes
 
     assert of("replicated") == 16_000
-    assert of("sharded") == 16_000 // 8 + 1_500
+    assert of("sharded") == 4_000 + (16_000 - 4_000) // 8 + 1_500
+    said = device_memory(NUMBERS, PARTS, "ddp", "sharded", 16, "", machine=8)
+    assert said[0].bytes == of("sharded")  # over the devices of a machine alone
     assert of("own") == of("absent") == 4_000
     assert of("int8") == 16_000 - 12_000 + 6_000
     assert of("nf4") == 16_000 - 12_000 + int(4.127 / 8 * 6_000)
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        ({}, "replicated"),
+        ({"quantize": "nf4"}, "nf4"),
+        ({"quantize": "int8_weight"}, "int8"),
+        ({"placement": "sharded"}, "sharded"),
+        ({"placement": "devices", "devices": ("1",)}, "own"),
+    ],
+)
+def test_placement_is_the_recipes(said: dict[str, Any], place: str) -> None:
+    assert plan.placement_of(TargetConfig(**said)) == place
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 100])
@@ -215,7 +231,7 @@ def test_largest_micro_batch_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> 
     """By the plan's own bytes: so many rows fit the device, one more does not."""
     work = work_of(recipe("medusa"))
     sizes = [make_plan(work, rows, "ddp", "replicated").peak for rows in (3, 4)]
-    config = plan.PlanConfig("x", memory_gb=sum(sizes) / 2 / 1e9, reserve_gb=0.0)
+    config = plan.PlanConfig("x", placement="replicated", memory_gb=sum(sizes) / 2 / 1e9, reserve_gb=0.0)
     assert plan.largest_micro_batch(work, make_plan(work, 2, "ddp", "replicated"), config) == 3
 
 
@@ -268,7 +284,7 @@ def test_what_would_fit_is_named() -> None:
     """Four rows do not fit, one does."""
     work = work_of(recipe("medusa"))
     four, one = (make_plan(work, rows, "ddp", "replicated") for rows in (4, 1))
-    config = plan.PlanConfig("x", memory_gb=(four.peak + one.peak) / 2e9, reserve_gb=0.0)
+    config = plan.PlanConfig("x", placement="replicated", memory_gb=(four.peak + one.peak) / 2e9, reserve_gb=0.0)
     found = plan.what_would(work, four, config)
     assert any("rows a device=1" in way for way in found)
 

@@ -125,13 +125,15 @@ def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None,
 
 @dataclass(frozen=True)
 class Work:
-    """What is planned: the recipe, its target's config, its data, and how many devices share a micro-batch."""
+    """What is planned: the recipe, its target's config, its data, how many devices share a step, and how many of them are
+    in one machine (None = all)."""
 
     run: RunConfig
     name: str
     config: Any
     text: Text
     world: int
+    machine: int | None = None
 
     @property
     def engine(self) -> str:
@@ -330,7 +332,7 @@ def moments_of(
     capture_pass: int,
     one_memory: bool,
 ) -> dict[str, list[Term]]:
-    training = device_memory(numbers, step.parts, engine, placement, work.world, step.kept)
+    training = device_memory(numbers, step.parts, engine, placement, work.world, step.kept, work.machine)
     moments = {"training": training}
     if one_memory:
         moments["saving"] = saving_memory(training, numbers)
@@ -345,7 +347,7 @@ def moments_of(
         formula = f"a pass of {run.states.batch_tokens:,} tokens (states.batch_tokens)"
         formula += f" x {threads} threads, each with a shard" if one_memory else ""
         shard = 2 * SHARD_TOKENS * step.token_bytes if one_memory else 0
-        own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.world)
+        own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.machine or work.world)
         drafter = [t for t in training if t.name == "drafter"] if one_memory else []
         moments["capturing"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
     return moments
