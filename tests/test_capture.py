@@ -330,7 +330,9 @@ ANNOUNCED = {
 
 
 @pytest.mark.parametrize("name", ANNOUNCED)
-def test_bytes_are_announced_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bytes_are_announced_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """B31: in bf16 1,000 samples x 64 tokens x 4 states x 48 x 2 bytes."""
     changes, exactly = ANNOUNCED[name]
     config = CaptureConfig(target="tiny", dtype="float32", out=str(tmp_path / "s"), data=thousand(tmp_path), taps=TAPS)
@@ -345,6 +347,12 @@ def test_bytes_are_announced_and_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     assert exactly <= states < 1.02 * exactly
     assert [states, rest] == [a + b for a, b in zip(train, held, strict=True)] and train[1] == 952 / 48 * held[1]
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=states + rest))
+        with pytest.raises(ValueError, match="states need"):
+            run_capture(config)
+    assert not (tmp_path / "s").exists()
     run_capture(config)
     out = capsys.readouterr().out
     assert f"{952 * 64:,} tokens" in out and f"{48 * 64:,} tokens" in out
