@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,9 +250,11 @@ def test_disk_is_what_a_dry_capture_says(capsys: pytest.CaptureFixture[str], tmp
     code, found = planned(capsys, *QUICK)
     assert code == 0
     line = ["--target", "tiny", "--dtype", "float32", "--out", str(tmp_path), "--dry_run", "true"]
-    assert main(["capture", *line, "data.limit=24", "data.max_length=512"]) == 0
-    said = capsys.readouterr().out.split("states ")[1].split(" bytes")[0]
-    assert abs(found["disk"]["states"] / int(said.replace(",", "")) - 1) <= 0.05
+    assert main(["capture", *line, "data.limit=24", "data.max_length=512", "heldout=8"]) == 0
+    said = capsys.readouterr().out.replace(",", "")
+    train, _, both = ([int(n) for n in pair] for pair in re.findall(r"states (\d+) bytes; .* (\d+) bytes", said))
+    assert abs(found["disk"]["states"] / train[0] - 1) <= 0.05
+    assert abs((found["disk"]["states"] + found["disk"]["rows"]) / sum(both) - 1) <= 0.05
 
 
 def test_no_term_is_full_logits_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:

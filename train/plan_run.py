@@ -21,6 +21,7 @@ from ..data.batch import Batch
 from ..data.encode import Sample, encode_all
 from ..data.formats import top_bytes
 from ..data.packing import make_batch
+from ..data.sources import split_conversations
 from ..data.states import FORMAT, ROW_BYTES, SHARD_TOKENS, StateFields, estimate
 from ..models import METHODS
 from ..models.adapters import Adapters
@@ -103,8 +104,6 @@ class Text:
 
 def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None, supervised: float) -> Text:
     """The data of a recipe, by its own tokenizer where that is here. Raises ValueError for data that cannot be read."""
-    from .script import conversations  # which imports this module
-
     if samples is not None and tokens is not None:
         return Text([], 0, tokens, supervised, f"{samples:,} samples of {tokens:,} tokens, as given")
     try:
@@ -115,7 +114,7 @@ def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None,
         raise ValueError(
             f"target {run.target.name!r}: its tokenizer has {len(tokenizer)} tokens, its config.json {vocab} rows"
         )
-    talks, held = conversations(run)
+    talks, held = split_conversations(run.data, run.evaluate.conversations)
     own, report = encode_all(talks, tokenizer, run.data.max_length)
     other = sum(len(s) for s in encode_all(held, tokenizer, run.data.max_length)[0]) if held else 0
     return Text(
