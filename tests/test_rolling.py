@@ -84,10 +84,9 @@ class Capture:
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
+        # loading the target draws random numbers of this process, as building a drafter does
         while not self.done.is_set() and rolling.PLAN not in self.place.sizes():
-            time.sleep(
-                0.02
-            )  # loading the target draws from this process's own seeded numbers, as building a drafter does
+            time.sleep(0.02)
 
 
 def train(run: str, where: str, *more: str) -> int:
