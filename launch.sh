@@ -9,8 +9,9 @@
 #                                   the plain `accelerate launch ...` line that does the same
 #   ./launch.sh COMMAND ...         any `draftsmith` command (generate, evaluate, check, push, ...)
 #
-# Environment: PROCESSES=N processes for training (default: by hardware), PYTHON the interpreter for .venv,
-# RUN folder of the demo (default runs/demo).
+# Environment: PROCESSES=N processes for training (default: by hardware); ENGINE what they share (ddp, or a file of
+# configs/accelerate: zero1, zero2, zero2_offload, zero3, fsdp2; default: the recipe's `engine`, or by hardware; several
+# machines: train/README.md); PYTHON the interpreter for .venv; RUN folder of the demo (default runs/demo).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -54,20 +55,31 @@ set_up() {
 
 # Sets `line`, the plain command for the hardware found, and `command`, what is run here.
 choose() {
-    local gpus processes
+    local gpus processes engine settings=""
     command=()
     gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
     processes="${PROCESSES:-$(if ((gpus > 0)); then echo "$gpus"; else echo "$(cpu_processes)"; fi)}"
     [[ $processes =~ ^[1-9][0-9]*$ ]] || { echo "error: PROCESSES=$processes: give a number of at least 1" >&2; exit 2; }
     export DRAFTSMITH_PROCESSES="$processes"
-    # Muon updates whole matrices, which ZeRO cuts: it runs on several GPUs by DDP.
-    if ((gpus > 1)) && python "$@" --print_config | grep -q '^  name: muon$'; then
+    # Launchers of several processes bury one-line errors: mistakes of the recipe come out here.
+    if ((processes > 1)) || names_engine "$@"; then settings="$(python "$@" --print_config)" || exit $?; fi
+    engine="${ENGINE:-$(sed -n 's/^engine: //p' <<<"$settings")}"
+    if [[ ${engine:-auto} == auto ]]; then
+        # Muon updates whole matrices, which ZeRO cuts: it runs on several GPUs by DDP.
+        if ((gpus > 1 && processes > 1)) && ! grep -q '^  name: muon$' <<<"$settings"; then engine=zero2; else engine=ddp; fi
+    fi
+    if [[ $engine != ddp ]]; then
+        [[ -f configs/accelerate/$engine.yaml ]] || {
+            echo "error: ENGINE=$engine: use one of ddp $(basename -as .yaml configs/accelerate/*.yaml | tr '\n' ' ')" >&2
+            exit 2
+        }
+        what="$processes process(es), $engine"
+        line=(accelerate launch --config_file "configs/accelerate/$engine.yaml" --num_processes "$processes")
+        if ((gpus == 0)) && [[ $engine == zero* ]]; then line=(env DS_ACCELERATOR=cpu "${line[@]}"); fi
+    elif ((gpus > 1 && processes > 1)); then
         what="$processes GPUs, DDP"
         line=(accelerate launch --multi_gpu --num_processes "$processes" --num_machines 1 --mixed_precision no --dynamo_backend no)
-    elif ((gpus > 1)); then
-        what="$processes GPUs, DeepSpeed ZeRO-2"
-        line=(accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes "$processes")
-    elif ((gpus == 1)); then
+    elif ((gpus > 0)); then
         what="one GPU"
         line=(accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
         command=(python "$@")
@@ -86,6 +98,9 @@ choose() {
     say "training on $what; the same without launch.sh:"
     printf '  OMP_NUM_THREADS=%s OMP_WAIT_POLICY=%s %s\n' "$OMP_NUM_THREADS" "$OMP_WAIT_POLICY" "${line[*]}" >&2
 }
+
+# Whether the command line or a recipe on it says which engine is to run.
+names_engine() { printf '%s\n' "$@" | grep -qE '^(--)?engine' || grep -qs '^engine:' -- "$@"; }
 
 # On CPUs two processes of one thread beat one of two threads: captures and steps halve, gradients are small.
 # (nproc would answer with OMP_NUM_THREADS.)
@@ -109,8 +124,6 @@ forward() {
 
 train() {
     choose "$@"
-    # Launchers of several processes lose exit codes and bury one-line errors: ask for those first.
-    if [[ ${command[0]} != python ]]; then python "$@" --print_config >/dev/null; fi
     local errors code=0 line
     errors="$(mktemp)"
     DRAFTSMITH_ERRORS="$errors" forward "${command[@]}" || code=$?

@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..data.formats import STORED, TEACHER, TOP_K, Stored
+from ..data.places import CACHE_GB
 from ..data.sources import DataConfig
+from ..models.placement import Placement
+from ..models.quantize import Quantize, check_quantize
 from .parse import flatten
 
 
@@ -27,8 +30,26 @@ class TargetConfig:
     """Weights and states of the target. The drafter always keeps fp32 masters."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off for every name; when on, pin a 40-digit `revision`."""
+    placement: Placement = "replicated"
+    """Where its layers are (embedding and head are whole in every process): `replicated` in every process; `sharded` over
+    the processes of a machine; on other `devices` than the drafter; or `absent`, their states captured before."""
+    devices: tuple[str, ...] = ()
+    """With placement `devices`: where each process puts its layers (`cuda:1` or `1`), shared out over the processes of a
+    machine, in order; several take as many layers each."""
+    quantize: Quantize = "none"
+    """How the weights of its layers are held: as they are; `nf4` or `int8` (package bitsandbytes), `int8_weight` (torchao)."""
 
     def __post_init__(self) -> None:
+        if (self.placement == "devices") != bool(self.devices):
+            raise ValueError(
+                f"target.placement={self.placement} with target.devices={list(self.devices)}: placement=devices needs them, "
+                "no other takes them"
+            )
+        if self.quantize != "none" and self.placement != "replicated":
+            raise ValueError(
+                f"target.quantize={self.quantize} with target.placement={self.placement}: rounded weights are loaded whole, "
+                "use placement=replicated"
+            )
         if self.trust_remote_code and not (self.revision and len(self.revision) == 40):
             raise ValueError(
                 f"target.trust_remote_code=true needs target.revision pinned to a 40-digit commit, got {self.revision!r}"
@@ -43,7 +64,15 @@ class StatesConfig:
     """`captured`: one forward over the data, kept as shards, so that every epoch and method reads them; `live`: the
     target runs beside the drafter in every step."""
     folder: str | None = None
-    """Shared folder of captured states; null = `states/` of the run. Shards of another target or data are refused."""
+    """Shared folder of captured states, or the address of a store (s3://bucket/path, gs://..., hf://datasets/...);
+    null = `states/` of the run. Shards of another target or data are refused."""
+    cache: str | None = None
+    """Local folder for what is fetched from a store; null = `states/` of $DRAFTSMITH_CACHE or ~/.cache/draftsmith."""
+    cache_gb: float = CACHE_GB
+    """Gigabytes that it may take. What was not read for the longest is deleted first."""
+    rolling: bool = False
+    """Read states while `draftsmith capture --rolling N` writes them into `folder`/train, once, and delete what a
+    checkpoint no longer needs: disk stays bounded. One pass over the data."""
     batch_tokens: int = 2048
     """Tokens per target forward while capturing."""
     stored: Stored = STORED
@@ -62,6 +91,12 @@ class StatesConfig:
         if self.top_k < 1 or self.verify < 0:
             raise ValueError(
                 f"states.top_k must be at least 1 and states.verify at least 0, got {self.top_k}, {self.verify}"
+            )
+        if self.cache_gb <= 0:
+            raise ValueError(f"states.cache_gb must be positive, got {self.cache_gb}")
+        if self.rolling and (self.source != "captured" or self.folder is None):
+            raise ValueError(
+                "states.rolling=true reads what another command captures: set states.folder, and source=captured"
             )
 
     def keeps(self, needs: frozenset[str], objective: str) -> tuple[bool, int]:
@@ -250,9 +285,9 @@ class TrainConfig:
     """Seed of initial weights, data order and training noise."""
     deterministic: bool = False
     """Refuse operations that have no deterministic implementation (slower on GPUs; CPU runs are deterministic anyway)."""
-    engine: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
+    engine: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp2"] = "auto"
     """What processes share: the work alone (`ddp`); moments, too (`zero1`); and gradients (`zero2`); and parameters at rest
-    (`zero3`). Files for `accelerate launch --config_file` are in configs/accelerate; a launch by another engine is refused.
+    (`zero3`; `fsdp2`, by torch itself). Files for `accelerate launch --config_file` are in configs/accelerate; a launch by another engine is refused.
     auto = whatever the launcher started."""
     processes: int | None = None
     """Processes that must take part; a launch with another number is refused. null = whatever the launcher started."""
@@ -277,8 +312,12 @@ FREE_ON_RESUME = (
     "resume",
     "engine",
     "processes",
+    "target.placement",
+    "target.devices",
     "stall_minutes",
     "states.folder",
+    "states.cache",
+    "states.cache_gb",
     "states.batch_tokens",
     "states.verify",
 )
@@ -299,8 +338,14 @@ def check(config: TrainConfig) -> None:
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     check_run(config)
+    if config.states.rolling and config.budget.steps is None and (config.budget.epochs or 2) > 1:
+        raise ValueError(
+            "states.rolling=true deletes what was read, so that there is one pass: set budget.epochs to at most 1, or budget.steps"
+        )
     if config.draft_vocab is not None and config.draft_vocab < 1:
         raise ValueError(f"draft_vocab must be at least 1 or null, got {config.draft_vocab}")
+    check_quantize(config.target.quantize)
+    check_placement(config, method.loss_needs)
     if config.states.source == "captured" and (unstored := {"module", "kv"} & method.loss_needs):
         why = "gradients through the target" if "module" in unstored else "the target's keys and values"
         raise ValueError(f"method {config.method} needs {why}: set states.source=live")
@@ -311,6 +356,34 @@ def check(config: TrainConfig) -> None:
             f"method {config.method} with these settings trains on text of its own: set states.source=live "
             "(or drafter.on_policy=0)"
         )
+
+
+def check_placement(config: TrainConfig, needs: frozenset[str]) -> None:
+    """Raises ValueError where the method needs more of the target than is left of it where it is placed."""
+    target = config.target
+    asked = f"target.placement={target.placement}"
+    if target.placement == "absent":
+        if {"module", "kv"} & needs:
+            why = "gradients through the target's layers" if "module" in needs else "the target's keys and values"
+            raise ValueError(f"{asked}: method {config.method} needs {why}, and they are not there; place it otherwise")
+        if config.states.source != "captured":
+            raise ValueError(
+                f"{asked}: nothing can be computed by the target, and method {config.method} has states.source="
+                f"{config.states.source}; capture its states first, or place it otherwise"
+            )
+        if needs <= {"ids"}:
+            raise ValueError(
+                f"{asked}: method {config.method} reads no states, which would say whose head this is; place it otherwise"
+            )
+    whole = target.placement in ("replicated", "devices") and target.quantize == "none"
+    lm = getattr(config.drafter, "lm", None)
+    for key, given in (
+        ("drafter.mlp_from_target=true", getattr(config.drafter, "mlp_from_target", False)),
+        ("drafter.lm.start=layers", lm is not None and lm.start == "layers" and lm.architecture is None),
+    ):
+        if given and not whole:
+            asked = asked if target.quantize == "none" else f"target.quantize={target.quantize}"
+            raise ValueError(f"{key} copies layers of the target, and {asked} has none of them whole; start otherwise")
 
 
 def check_top_k(config: TrainConfig) -> None:
@@ -345,6 +418,19 @@ def check_run(config: Any) -> None:
             f"data.max_length={config.data.max_length} does not fit batch.row_length={config.batch.row_length}: "
             "a packed row must hold the longest sample"
         )
+    if not isinstance(config, TrainConfig):
+        refuse_placed(config.target)
+
+
+def refuse_placed(target: TargetConfig) -> None:
+    """Raises ValueError for targets that are not whole in every process, where training happens inside them."""
+    if target.placement != "replicated":
+        raise ValueError(
+            f"target.placement={target.placement}: this training changes the target's layers and passes through them a "
+            "different number of times in each process; use placement=replicated (quantize=nf4 or int8_weight makes them small)"
+        )
+    if target.quantize != "none":
+        raise ValueError(f"target.quantize={target.quantize}: here the key is quantize")
 
 
 def differing(old: dict[str, Any], config: Any) -> list[str]:

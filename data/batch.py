@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..losses.distill import ByHead, Logits
@@ -59,6 +60,13 @@ def supervised(batch: Batch, depth: int) -> Tensor:
         run_Bn = run_Bn & batch.supervised_BT[:, j : j + n] & same_Bn
     ok_BT[:, :n] = run_Bn
     return ok_BT
+
+
+def document_starts(batch: Batch) -> Tensor:
+    """int64 [B, T] the index of the first token of each token's document."""
+    t = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device).expand_as(batch.ids_BT)
+    first_BT = F.pad(batch.samples_BT[:, 1:] != batch.samples_BT[:, :-1], (1, 0), value=True)
+    return torch.where(first_BT, t, 0).cummax(1).values
 
 
 @dataclass

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -36,10 +35,11 @@ from torch import Tensor
 from .batch import Batch, Likeliest, TargetOut
 from .encode import Sample
 from .formats import CHANNEL, decode, decode_top, handed_out, layout, row_bytes, shard_bytes, top_bytes
+from .places import Place, Store, checksum, place_of
 
 FORMAT = 2
+READERS = 16  # notes read at once: each takes a round trip to the store
 SHARD_TOKENS = 8192  # at most; small data is cut into about 16 shards, so that several processes share it evenly
-OPEN_SHARDS = 64
 ROW_BYTES = 12  # ids, log_z, top
 KEPT = ("taps", "stored", "last_hidden", "last_stored", "top_k")  # of these a folder may hold more than is read
 
@@ -151,33 +151,19 @@ def all_finite(x: Tensor) -> bool:
     return x.numel() == 0 or bool(torch.isfinite(torch.stack(x.aminmax())).all())
 
 
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """`write(temporary)`, flush to disk, rename: `path` is whole or absent, whenever the process dies. Several writers of
-    one path do not disturb each other."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def shard_file(number: int) -> str:
     """Name of a shard."""
     return f"shard-{number:05d}.safetensors"
 
 
+def note_file(number: int) -> str:
+    """Name of a shard's note: its fields and record, kept beside it in a store, so that nobody has to fetch a shard to
+    know that it is whole."""
+    return f"shard-{number:05d}.json"
+
+
 def write_shard(
-    folder: Path,
+    folder: Path | Place,
     number: int,
     fields: StateFields,
     tensors: dict[str, Tensor],
@@ -194,22 +180,53 @@ def write_shard(
             raise ValueError(f"{shard_file(number)}: `{name}` holds a value that is not finite")
     meta = {"fields": asdict(fields), "samples": list(samples), "skipped": list(skipped)}
     metadata = {"draftsmith": json.dumps(meta)}
-    write_atomically(folder / shard_file(number), lambda path: save_file(tensors, path, metadata))
+    place, file = place_of(folder), shard_file(number)
+    note: dict[str, Any] = {}
+
+    def write(path: Path) -> None:
+        save_file(tensors, path, metadata)
+        if place.remote:
+            record = ShardRecord(file, path.stat().st_size, checksum(path), list(samples), list(skipped))
+            note.update(fields=asdict(fields), record=asdict(record))
+
+    place.write(file, write)
+    if note:
+        place.write(note_file(number), lambda path: path.write_text(json.dumps(note), encoding="utf-8"))
 
 
-def read_record(folder: Path, number: int, fields: StateFields) -> ShardRecord | None:
+def finished(place: Place, count: int) -> set[int]:
+    """Which of the first `count` shards are there."""
+    name, sizes = note_file if place.remote else shard_file, place.sizes()
+    return {k for k in range(count) if name(k) in sizes}
+
+
+def read_records(place: Place, count: int, fields: StateFields) -> list[ShardRecord | None]:
+    """`read_record` of the first `count` shards."""
+    sizes = place.sizes()
+    if not place.remote:
+        return [read_record(place, k, fields, sizes) for k in range(count)]
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(lambda k: read_record(place, k, fields, sizes), range(count)))
+
+
+def read_record(
+    folder: Path | Place, number: int, fields: StateFields, sizes: dict[str, int] | None = None
+) -> ShardRecord | None:
     """The record of a finished shard, None where there is none yet or it is broken.
 
     Raises:
         ValueError: the shard belongs to something else; names the field.
     """
-    path = folder / shard_file(number)
+    place = place_of(folder)
+    if isinstance(place, Store):
+        return _noted_record(place, number, fields, place.sizes() if sizes is None else sizes)
+    path = place.path / shard_file(number)
     try:
         with safe_open(path, framework="pt") as shard:
             meta = json.loads(shard.metadata()["draftsmith"])
     except (FileNotFoundError, SafetensorError, KeyError, TypeError):
         return None
-    _refuse_other(_fields(meta["fields"], folder), fields, folder, exact=True)
+    _refuse_other(_fields(meta["fields"], place), fields, place, exact=True)
     content = path.read_bytes()
     return ShardRecord(
         path.name,
@@ -220,19 +237,32 @@ def read_record(folder: Path, number: int, fields: StateFields) -> ShardRecord |
     )
 
 
-def write_index(folder: Path, fields: StateFields, shards: Sequence[ShardRecord]) -> None:
+def _noted_record(place: Store, number: int, fields: StateFields, sizes: dict[str, int]) -> ShardRecord | None:
+    if note_file(number) not in sizes:
+        return None
+    try:
+        note = json.loads(place.read(note_file(number)))
+        found, record = note["fields"], _record(note["record"])
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+        return None
+    _refuse_other(_fields(found, place), fields, place, exact=True)
+    return record if sizes.get(record.file) == record.bytes else None
+
+
+def write_index(folder: Path | Place, fields: StateFields, shards: Sequence[ShardRecord]) -> None:
     """Write `index.json` over all shards: from now on the folder can be opened. Removes what killed runs left behind."""
+    place = place_of(folder)
     index = {"fields": asdict(fields), "shards": [asdict(s) for s in shards]}
-    write_atomically(folder / "index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
-    for left in folder.glob("shard-*.tmp"):  # all shards are there, so nobody is writing one
-        left.unlink(missing_ok=True)
+    place.write("index.json", lambda path: path.write_text(json.dumps(index), encoding="utf-8"))
+    place.tidy()  # all shards are there, so nobody is writing one
 
 
 class StateStore:
-    """Captured states of a folder, read straight from mapped files.
+    """Captured states of a folder or a store, read straight from mapped files.
 
     `taps`, `last_hidden` and `top_k` choose what `fill` hands out (None = all that was captured). `expected` are the
     fields that the run computes for itself, from `samples`: with these, states of more samples than they are will do.
+    `index`, `record`: what stands in place of the folder's index while its shards are still being written (rolling.py).
 
     Raises:
         ValueError: nothing there, capture not finished, a file changed since, or states of something else.
@@ -240,20 +270,22 @@ class StateStore:
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: Path | str | Place,
         expected: StateFields | None = None,
         taps: Sequence[int] | None = None,
         last_hidden: bool | None = None,
         samples: Sequence[Sample] | None = None,
         top_k: int | None = None,
+        index: dict[str, Any] | None = None,
+        record: Callable[[int], ShardRecord] | None = None,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = place_of(folder)
         try:
-            index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
+            index = json.loads(self.folder.read("index.json")) if index is None else index
             self.fields = _fields(index["fields"], self.folder)
-            shards = [ShardRecord(**s) for s in index["shards"]]
+            shards = [_record(s) for s in index["shards"]]
         except FileNotFoundError:
-            found = len(list(self.folder.glob("shard-*.safetensors")))
+            found = sum(name.endswith(".safetensors") for name in self.folder.sizes())
             raise ValueError(
                 f"{self.folder.name}: no index.json, {found} shards; the capture is not finished. "
                 "Run the same `draftsmith capture` again, it goes on where it was"
@@ -278,9 +310,9 @@ class StateStore:
         self.bytes = sum(shard.bytes for shard in shards)
         self.tokens = 0
         self._place: dict[int, tuple[int, int, int]] = {}  # sample id -> shard, first row, rows
+        sizes = self.folder.sizes()
         for number, shard in enumerate(shards):
-            path = self.folder / shard.file
-            if Path(shard.file).name != shard.file or not path.is_file() or path.stat().st_size != shard.bytes:
+            if record is None and sizes.get(shard.file) != shard.bytes:
                 raise ValueError(
                     f"{self.folder.name}: {shard.file} is missing or not the {shard.bytes:,} bytes written"
                 )
@@ -290,8 +322,12 @@ class StateStore:
                 row += n
             self.tokens += row
         self._shards = shards
-        self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
+        self._record = record or shards.__getitem__
+        self.rolling: Any = None  # what paces the reader while shards are still being written (rolling.Rolling)
+        largest = max((shard.bytes for shard in shards), default=0)
+        self._open = lru_cache(maxsize=self.folder.open_files(largest))(self._open_shard)
         self._checked: set[int] = set()
+        self.close = self._open.cache_clear
         self._columns = None if wanted == self.fields.taps else [self.fields.taps.index(k) for k in wanted]
         if some:
             for sample in samples or ():
@@ -303,6 +339,12 @@ class StateStore:
     def usable(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples without those that were skipped because their states are not finite."""
         return [s for s in samples if s.sample_id not in self.skipped]
+
+    def coming(self, samples: Iterable[int]) -> None:
+        """These samples are read next, in this order: a store's shards are fetched in the background until then."""
+        if isinstance(self.folder, Store):
+            numbers = dict.fromkeys(self._place[i][0] for i in samples if i in self._place)
+            self.folder.prefetch([(s.file, s.bytes, s.crc32) for s in map(self._shards.__getitem__, numbers)])
 
     def fill(self, batch: Batch) -> TargetOut:
         """States of every document of the batch; padding rows are zero (top = -1).
@@ -388,8 +430,8 @@ class StateStore:
 
     def _open_shard(self, number: int) -> Any:
         """Map a shard; at first sight its checksum and its values are looked at."""
-        record = self._shards[number]
-        path = self.folder / record.file
+        record = self._record(number)
+        path = self.folder.fetch(record.file, record.bytes, record.crc32)
         try:
             shard: Any = safe_open(path, framework="pt").__enter__()
         except (OSError, SafetensorError) as error:
@@ -414,7 +456,7 @@ def _put_likeliest(out: Likeliest, shard: Any, row: int, at: int, begin: int, en
     out.ids_BTK[row, places], out.log_p_BTK[row, places], out.tail_BT[row, places] = decode_top(parts)
 
 
-def _fields(raw: dict[str, Any], folder: Path) -> StateFields:
+def _fields(raw: dict[str, Any], folder: Place) -> StateFields:
     if raw.get("format") != FORMAT:
         raise ValueError(
             f"{folder.name} holds states of another format: {raw.get('format')} there, {FORMAT} here; "
@@ -423,7 +465,13 @@ def _fields(raw: dict[str, Any], folder: Path) -> StateFields:
     return StateFields(**{**raw, "taps": tuple(raw["taps"])})
 
 
-def _refuse_other(found: StateFields, expected: StateFields, folder: Path, exact: bool) -> None:
+def _record(raw: dict[str, Any]) -> ShardRecord:
+    samples = [(int(i), int(n)) for i, n in raw["samples"]]
+    skipped = [(int(i), str(where)) for i, where in raw["skipped"]]
+    return ShardRecord(str(raw["file"]), int(raw["bytes"]), int(raw["crc32"]), samples, skipped)
+
+
+def _refuse_other(found: StateFields, expected: StateFields, folder: Place, exact: bool) -> None:
     """Raise on the first field that differs; a folder may hold more than the reader needs unless `exact`."""
     for name, want in asdict(expected).items():
         have = getattr(found, name)

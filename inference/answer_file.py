@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..data.places import write_atomically
 from ..data.sources import Conversation
-from ..data.states import write_atomically
 
 
 @dataclass

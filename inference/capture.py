@@ -32,6 +32,8 @@ from torch import Tensor
 from ..data.encode import Sample, encode_all
 from ..data.formats import DTYPES, STORED, TEACHER, TOP_K, Stored, encode, encode_top, top_layout
 from ..data.packing import collate
+from ..data.places import Folder, Place, place_of
+from ..data.rolling import consumed, reading_order, write_plan
 from ..data.sources import DataConfig, load_conversations
 from ..data.states import (
     FORMAT,
@@ -42,8 +44,9 @@ from ..data.states import (
     check_disk,
     data_fingerprint,
     estimate,
+    finished,
     plan,
-    read_record,
+    read_records,
     shard_file,
     text_fingerprint,
     write_index,
@@ -51,7 +54,9 @@ from ..data.states import (
 )
 from ..models.eagle3 import default_taps
 from ..models.loading import load_target
+from ..models.placement import together
 from ..models.target import Target
+from .engine_states import EngineStates
 from .progress import progress_bar
 from .verify_states import verify_states
 
@@ -63,7 +68,8 @@ class CaptureConfig:
     """Run the frozen target over the data once and keep its states."""
 
     out: str
-    """Folder of the shards. A folder that holds states of something else is refused."""
+    """Folder of the shards, or the address of a store (s3://bucket/path, gs://..., hf://datasets/...) from which other
+    hosts read them. One that holds states of something else is refused."""
     target: str = "smollm2"
     """Hub id, local folder, GGUF file, `smollm2` or `tiny`."""
     revision: str | None = None
@@ -95,6 +101,16 @@ class CaptureConfig:
     """This command's share, when several commands fill one folder."""
     world: int = 1
     """How many commands fill the folder."""
+    rolling: int = 0
+    """Keep at most so many shards ahead of a training that runs at the same time with states.rolling=true, and go on as it
+    deletes them; 0 = keep all."""
+    seed: int = 0
+    """Seed of that training: its samples are captured in the order in which it reads them."""
+    engine: str | None = None
+    """Folder of hidden states that vLLM extracted (also as the speculators library keeps them): they are taken in place
+    of passes of the target."""
+    engine_layers: tuple[int, ...] = ()
+    """Layer ids that the engine was given, in its order; the target's number of layers must be among them."""
     max_skipped: float = 0.01
     """Share of samples that may have states that are not finite; above it the capture fails."""
     dry_run: bool = False
@@ -113,6 +129,10 @@ class CaptureConfig:
             raise ValueError(f"top_k = {self.top_k}, verify = {self.verify}: give counts, 0 = none")
         if not self.last_hidden and not self.top_k and not self.taps:
             raise ValueError("nothing to keep: give taps, last_hidden=true or top_k")
+        if self.rolling < 0 or self.seed < 0:
+            raise ValueError(f"rolling = {self.rolling}, seed = {self.seed}: give counts, 0 = keep all shards")
+        if (self.engine is None) != (not self.engine_layers):
+            raise ValueError("engine and engine_layers go together: the folder, and the layer ids that its files hold")
         if not 0 <= self.max_skipped <= 1:
             raise ValueError(f"max_skipped = {self.max_skipped}: give a share between 0 and 1")
 
@@ -131,7 +151,7 @@ def state_fields(
         raise ValueError(f"taps {list(taps)} must be distinct and ascending")
     return StateFields(
         format=FORMAT,
-        target=target.facts.fingerprint,
+        target=("" if target.quantized == "none" else f"{target.quantized}:") + target.facts.fingerprint,
         tokenizer=target.facts.tokenizer_hash or "none",
         template=text_fingerprint(target.tokenizer.chat_template and target.tokenizer.get_chat_template()),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -150,7 +170,7 @@ def state_fields(
 def capture(
     target: Target,
     samples: Sequence[Sample],
-    folder: Path | str,
+    folder: Path | str | Place,
     taps: Sequence[int],
     need_last_hidden: bool = True,
     batch_tokens: int = 2048,
@@ -164,39 +184,84 @@ def capture(
     rank: int = 0,
     world: int = 1,
     max_skipped: float = 0.01,
+    engine: EngineStates | None = None,
 ) -> StateStore:
     """Capture what is not there yet, open the store, and hold `verify` samples of it against a fresh pass.
 
     With `world` > 1 every rank calls this, takes every `world`-th missing shard, and gets the store when all shards are
-    there. `threads`: see `CaptureConfig`.
+    there. `threads`: see `CaptureConfig`. `engine`: states to take in place of passes of the target.
 
     Raises:
         ValueError: the folder holds states of something else, by its fields or by what it says of a sample; too little
             disk space (before the first forward pass); or too many samples whose states are not finite.
     """
-    folder = Path(folder)
+    place = place_of(folder)
     fields = state_fields(target, samples, taps, need_last_hidden, stored, last_stored, top_k)
-    if (folder / "index.json").exists():
-        store = StateStore(folder, fields, taps, need_last_hidden, samples, top_k)
+    if "index.json" in place.sizes():
+        store = StateStore(place, fields, taps, need_last_hidden, samples, top_k)
         verify_states(target, store, samples, verify)
         return store
     shards = plan(samples)
-    todo = [k for k in range(len(shards)) if read_record(folder, k, fields) is None]
-    check_disk(folder, sum(estimate([s for k in todo for s in shards[k]], fields)))
+    todo = [k for k, record in enumerate(read_records(place, len(shards), fields)) if record is None]
+    if isinstance(place, Folder):
+        check_disk(place.path, sum(estimate([s for k in todo for s in shards[k]], fields)))
     mine = {k: shards[k] for k in range(rank, len(shards), world) if k in todo}
-    with progress_bar("capturing states", sum(len(s) for k in mine for s in mine[k]), progress and bool(mine)) as bar:
-        _fill_all(target, mine, folder, fields, batch_tokens, threads or _threads(target, world), bar)
-    while not all((folder / shard_file(k)).exists() for k in range(len(shards))):
-        time.sleep(0.2)
-    records = [read_record(folder, k, fields) for k in range(len(shards))]
+    tokens = sum(len(s) for k in mine for s in mine[k])
+    with together(target), progress_bar("capturing states", tokens, progress and bool(mine)) as bar:
+        _fill_all(target, mine, place, fields, batch_tokens, threads or _threads(target, world), bar, engine)
+    while len(finished(place, len(shards))) < len(shards):
+        time.sleep(place.poll)
+    records = read_records(place, len(shards), fields)
     broken = [shard_file(k) for k, record in enumerate(records) if record is None]
     if broken:
-        raise ValueError(f"{folder.name}: {broken[0]} cannot be read; capture again, it will be written anew")
+        raise ValueError(f"{place.name}: {broken[0]} cannot be read; capture again, it will be written anew")
     _check_skipped([r for r in records if r is not None], len(samples), max_skipped)
-    write_index(folder, fields, [r for r in records if r is not None])
-    store = StateStore(folder, fields, taps, need_last_hidden, top_k=top_k)
+    write_index(place, fields, [r for r in records if r is not None])
+    store = StateStore(place, fields, taps, need_last_hidden, top_k=top_k)
     verify_states(target, store, samples, verify)
     return store
+
+
+def capture_rolling(
+    target: Target,
+    samples: Sequence[Sample],
+    place: Place,
+    fields: StateFields,
+    ahead: int,
+    batch_tokens: int = 2048,
+    progress: bool = True,
+    *,
+    threads: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+    engine: EngineStates | None = None,
+) -> None:
+    """Capture `samples`, which stand in the `reading_order` of a training, at most `ahead` shards before what it still
+    needs; ends when it has read the last one (it may go back to an older checkpoint before). Every rank takes every
+    `world`-th shard.
+
+    Raises:
+        ValueError: the place holds states of something else, or states are not finite.
+    """
+    shards = plan(samples)
+    if isinstance(place, Folder):
+        largest = sorted(((sum(map(len, shard)), shard) for shard in shards), key=lambda pair: -pair[0])[:ahead]
+        check_disk(place.path, sum(estimate([s for _, shard in largest for s in shard], fields)))
+    write_plan(place, fields, shards, ahead)
+    with progress_bar("capturing states", sum(map(len, samples)) // world, progress) as bar:
+        while True:
+            first = consumed(place)
+            there = finished(place, len(shards))
+            todo = [k for k in range(first, min(first + ahead, len(shards))) if k not in there and k % world == rank]
+            if todo:
+                _fill_all(
+                    target, {k: shards[k] for k in todo}, place, fields, batch_tokens, threads or _threads(target, world),
+                    bar, engine,
+                )  # fmt: skip
+            elif first >= len(shards):
+                return
+            else:
+                time.sleep(place.poll)
 
 
 def run_capture(cfg: CaptureConfig) -> None:
@@ -210,6 +275,8 @@ def run_capture(cfg: CaptureConfig) -> None:
     samples, report = encode_all(conversations, target.tokenizer, cfg.data.max_length)
     console.print(str(report))
     taps = cfg.taps if cfg.taps is not None else default_taps(target.facts.layers)
+    if cfg.rolling:
+        samples = reading_order(samples, cfg.seed)
     fields = state_fields(target, samples, taps, cfg.last_hidden, cfg.stored, cfg.last_stored, cfg.top_k)
     states, rest = estimate(samples, fields)
     streams = [f"h[{k}] {cfg.stored}" for k in taps] + [f"last_hidden {cfg.last_stored}"] * cfg.last_hidden
@@ -220,6 +287,14 @@ def run_capture(cfg: CaptureConfig) -> None:
     if cfg.dry_run:
         return
     start = time.monotonic()
+    engine = EngineStates(cfg.engine, cfg.engine_layers, target, samples) if cfg.engine else None
+    if cfg.rolling:
+        capture_rolling(
+            target, samples, place_of(cfg.out), fields, cfg.rolling, cfg.batch_tokens,
+            threads=cfg.threads, rank=cfg.rank, world=cfg.world, engine=engine,
+        )  # fmt: skip
+        console.print(f"{cfg.out}: the training has read everything ({report.tokens:,} tokens)", markup=False)
+        return
     store = capture(
         target,
         samples,
@@ -235,6 +310,7 @@ def run_capture(cfg: CaptureConfig) -> None:
         rank=cfg.rank,
         world=cfg.world,
         max_skipped=cfg.max_skipped,
+        engine=engine,
     )
     seconds = time.monotonic() - start
     skipped = "".join(f"\nskipped: sample {i}, not finite at {where}" for i, where in store.skipped.items())
@@ -246,7 +322,7 @@ def run_capture(cfg: CaptureConfig) -> None:
 
 
 def _threads(target: Target, world: int) -> int:
-    if target.device.type != "cpu":
+    if target.device.type != "cpu" or target.placement != "replicated":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // world, 1)
@@ -255,11 +331,12 @@ def _threads(target: Target, world: int) -> int:
 def _fill_all(
     target: Target,
     shards: dict[int, list[Sample]],
-    folder: Path,
+    place: Place,
     fields: StateFields,
     batch_tokens: int,
     threads: int,
     tick: Callable[[float], None],
+    engine: EngineStates | None,
 ) -> None:
     """Fill shards with a pool of threads. Each has modules of its own (forward hooks are per module) over the same
     weights, and one intra-op thread, which on CPUs gives more tokens per second than the same threads inside one
@@ -278,7 +355,7 @@ def _fill_all(
                 raise InterruptedError("capture was stopped")
             tick(tokens)
 
-        _fill(local.target, shards[number], folder, number, fields, batch_tokens, checked)
+        _fill(local.target, shards[number], place, number, fields, batch_tokens, checked, engine)
 
     try:
         with ThreadPoolExecutor(threads) as pool:
@@ -319,17 +396,18 @@ def _batches(samples: Sequence[Sample], batch_tokens: int) -> Iterator[list[Samp
 def _fill(
     target: Target,
     samples: Sequence[Sample],
-    folder: Path,
+    place: Place,
     number: int,
     fields: StateFields,
     batch_tokens: int,
     tick: Callable[[float], None],
+    engine: EngineStates | None,
 ) -> None:
     """Run the samples of one shard and write it."""
     done: dict[int, dict[str, Tensor]] = {}
     skipped: dict[int, str] = {}
     for group in _batches(samples, batch_tokens):
-        for sample, states in zip(group, _states(target, group, fields), strict=True):
+        for sample, states in zip(group, _states(target, group, fields, engine), strict=True):
             if all(map(all_finite, states.values())):
                 done[sample.sample_id] = states
             else:
@@ -341,14 +419,19 @@ def _fill(
     for name, (stored, _) in fields.streams.items():
         if name in tensors:
             tensors |= {name + part: x for part, x in encode(tensors.pop(name), stored).items()}
-    write_shard(folder, number, fields, tensors, [(s.sample_id, len(s)) for s in kept], list(skipped.items()))
+    write_shard(place, number, fields, tensors, [(s.sample_id, len(s)) for s in kept], list(skipped.items()))
 
 
-def _states(target: Target, group: Sequence[Sample], fields: StateFields) -> list[dict[str, Tensor]]:
+def _states(
+    target: Target, group: Sequence[Sample], fields: StateFields, engine: EngineStates | None
+) -> list[dict[str, Tensor]]:
     """Tensors of a shard for each sample of one forward pass: right-padded rows, which a causal mask keeps apart. Those
     that are kept in 8 or 4 bits are as the target has them until the shard is whole, whose channels are looked at."""
     batch = collate(group).to(target.device)
-    out = target.forward(batch.ids_BT, batch.positions_BT, taps=fields.taps)
+    if engine is None:
+        out = target.forward(batch.ids_BT, batch.positions_BT, taps=fields.taps)
+    else:
+        out = engine.run(target, group, fields.taps)
     log_z_BT, top_BT, parts_R = _teacher(target, out.last_hidden_BTD, batch.supervised_BT, fields.top_k)
     tensors = {"ids": batch.ids_BT.to(torch.int32), "log_z": log_z_BT, "top": top_BT}
     if out.taps_BTPD is not None:

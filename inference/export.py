@@ -59,7 +59,8 @@ def export(
 ) -> Path:
     """Write `drafter` into `folder`, which is absent, empty, or an older export.
 
-    `target`: when given, 32 positions are replayed through the stored weights and kept for `draftsmith check`.
+    `target`: when given, 32 positions are replayed through the stored weights and kept for `draftsmith check`, unless its
+    own weights are rounded or not all in this process.
     `dtype`: of the stored weights; default bfloat16, float16 for a float16 target.
 
     Returns:
@@ -81,7 +82,8 @@ def export(
         "torch_dtype": str(kind).removeprefix("torch."),
         "draftsmith": our_key(drafter, packed, run),
     }
-    replay = make_replay(drafter, target, kind) if target is not None else None
+    exact = target is not None and target.placement == "replicated" and target.quantized == "none"
+    replay = make_replay(drafter, target, kind) if target is not None and exact else None
 
     def fill(place: Path) -> None:
         save_tensors(place / WEIGHTS, tensors)

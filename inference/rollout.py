@@ -45,8 +45,8 @@ import torch
 from rich.console import Console
 
 from ..data.encode import render
+from ..data.places import write_atomically
 from ..data.sources import Conversation, DataConfig, load_conversations
-from ..data.states import write_atomically
 from ..losses.probs import SamplingParams
 from ..models.denoiser import Denoiser
 from ..models.loading import load_target

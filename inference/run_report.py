@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..data.states import write_atomically
+from ..data.places import write_atomically
 from .report import COLOURS, new_axes, safe_label, svg
 from .run_folder import Run, finite, read_run
 

@@ -6,22 +6,25 @@ the output of step s - 1 and the embedding of the token at t + 1 + s; it sees th
 draft's own steps 0 < j <= s. That is how serving engines run it; training (`unroll`) does the same for all rows at
 once: keys and values of step 0 for every row, queries for supervised rows only, one more key per row and step.
 
-Training and drafting share `Cell` and `attend`. Test: pytest tests/test_parity.py
+Training and drafting share `Cell`. Test: pytest tests/test_parity.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from .attention import Own, Ranges, attend_ranges
 from .cache import Cache
 from .drafter import Batch, Commit, Prefill
 from .layers import Attention, Rotary, TargetEmbed, attend, newest
-from .supervision import Packing, Rows
+from .supervision import Rows
 
 
 class Cell(Protocol):
@@ -46,33 +49,68 @@ class Cell(Protocol):
 
 
 def unroll(
-    cell: Cell, embed: TargetEmbed, feature_BTD: Tensor, batch: Batch, rows: Rows, steps: int, detach: bool = False
+    cell: Cell,
+    embed: TargetEmbed,
+    feature_BTD: Tensor,
+    batch: Batch,
+    rows: Rows,
+    steps: int,
+    detach: bool = False,
+    checkpointing: bool = False,
 ) -> Iterator[Tensor]:
     """Training: yield, for depth 1 .. steps, the layer's output [R, D] of the rows that are trained at that depth
     (`rows.pairs`), with the data's tokens as drafts.
 
     `detach`: a step's output enters the next one as a constant (HASS: each pass is back-propagated on its own).
+    `checkpointing`: of a step, only output, keys and values are kept; backward computes the rest anew.
     """
-    packing = Packing(rows, batch)
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if checkpointing else plain_call
+    hidden_RD, k_NGd, v_NGd = run(first_step, cell, embed, feature_BTD, batch, rows)
+    yield hidden_RD[rows.pairs[0]]
+    if steps > 1:  # from here on, only rows that go deeper
+        hidden_RD, rows = hidden_RD[rows.pairs[1]], rows.deeper()
+    ranges, own = rows.ranges(batch), list[tuple[Tensor, Tensor]]()
+    for step in range(1, steps):
+        feature_RD = cell.feed(hidden_RD.detach() if detach else hidden_RD)
+        angles = cell.rotary(rows.take(batch.positions_BT) + step)
+        embed_RD = embed(rows.take(batch.ids_BT, 1 + step))
+        hidden_RD, k_RGd, v_RGd = run(next_step, cell, embed_RD, feature_RD, angles, k_NGd, v_NGd, ranges, own)
+        own = [*own, (k_RGd, v_RGd)]
+        yield hidden_RD[rows.pairs[step - 1]]
+
+
+def plain_call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def first_step(
+    cell: Cell, embed: TargetEmbed, feature_BTD: Tensor, batch: Batch, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [R, D] of the supervised rows; keys and values of all N = B * T, which every step reads."""
     x_BTX, residual_BTD = cell.mix(embed(batch.ids_BT.roll(-1, dims=1)), feature_BTD)
     k_BTGd, v_BTGd = cell.self_attn.keys_values(x_BTX, cell.rotary(batch.positions_BT))
-    k_BGTd, v_BGTd = k_BTGd.transpose(1, 2), v_BTGd.transpose(1, 2)
-    x_RX, residual_RD = rows.take(x_BTX), rows.take(residual_BTD)
-    hidden_RD = residual_RD
-    own: list[tuple[Tensor, Tensor]] = []
-    for step in range(steps):
-        if step == 1:  # from here on, only rows that go deeper
-            hidden_RD, rows = hidden_RD[rows.pairs[1]], rows.deeper()
-            packing = Packing(rows, batch)
-        angles = cell.rotary(rows.take(batch.positions_BT) + step)
-        if step > 0:
-            feature_RD = cell.feed(hidden_RD.detach() if detach else hidden_RD)
-            x_RX, residual_RD = cell.mix(embed(rows.take(batch.ids_BT, 1 + step)), feature_RD)
-            k_RGd, v_RGd = cell.self_attn.keys_values(x_RX, angles)
-            own.append((packing.spread(k_RGd), packing.spread(v_RGd)))
-        q_BHQd = packing.spread(cell.self_attn.queries(x_RX, angles))
-        hidden_RD = cell.finish(residual_RD, packing.collect(attend(q_BHQd, k_BGTd, v_BGTd, packing.see_BQT, own)))
-        yield hidden_RD[rows.pairs[max(step - 1, 0)]]
+    k_NGd, v_NGd = k_BTGd.flatten(0, 1), v_BTGd.flatten(0, 1)
+    q_RHd = cell.self_attn.queries(rows.take(x_BTX), cell.rotary(rows.take(batch.positions_BT)))
+    attended_RD = attend_ranges(q_RHd, k_NGd, v_NGd, rows.ranges(batch)).flatten(1)
+    return cell.finish(rows.take(residual_BTD), attended_RD), k_NGd, v_NGd
+
+
+def next_step(
+    cell: Cell,
+    embed_RD: Tensor,
+    feature_RD: Tensor,
+    angles: tuple[Tensor, Tensor],
+    k_NGd: Tensor,
+    v_NGd: Tensor,
+    ranges: Ranges,
+    own: Own,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [R, D] of a later step, and its own keys and values [R, G, d]."""
+    x_RX, residual_RD = cell.mix(embed_RD, feature_RD)
+    k_RGd, v_RGd = cell.self_attn.keys_values(x_RX, angles)
+    q_RHd = cell.self_attn.queries(x_RX, angles)
+    attended_RD = attend_ranges(q_RHd, k_NGd, v_NGd, ranges, [*own, (k_RGd, v_RGd)]).flatten(1)
+    return cell.finish(residual_RD, attended_RD), k_RGd, v_RGd
 
 
 @dataclass

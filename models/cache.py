@@ -134,6 +134,9 @@ class Cache(HFCache):
         """Write one layer's new keys and values [B, H, T, head_dim]; return that layer's used slots, both
         [B, H, S_used, head_dim]. The further arguments are those of `transformers.Cache.update` and have no effect."""
         k_BHSD, v_BHSD = self._keys[layer_idx], self._values[layer_idx]
+        if (place := key_states.device) != k_BHSD.device:  # of a layer that is on another device (models/placement.py)
+            used = self.update(key_states.to(k_BHSD.device), value_states.to(k_BHSD.device), layer_idx)
+            return used[0].to(place), used[1].to(place)
         if self._first is not None:
             k_BHSD[:, :, self._first : self._until] = key_states
             v_BHSD[:, :, self._first : self._until] = value_states
@@ -297,7 +300,9 @@ class PrefixCache(HFCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """One layer's keys and values [B, H, T + P, head_dim]."""
-        k_BHPD, v_BHPD = self.prefix_kv[layer_idx][:, None].expand(-1, key_states.shape[0], -1, -1, -1)
+        k_BHPD, v_BHPD = (
+            self.prefix_kv[layer_idx].to(key_states.device)[:, None].expand(-1, key_states.shape[0], -1, -1, -1)
+        )
         return torch.cat([key_states, k_BHPD], 2), torch.cat([value_states, v_BHPD], 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

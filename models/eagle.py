@@ -52,6 +52,8 @@ class EagleConfig:
     """Loss per depth (EAGLE, section 4; HASS adds topk_ce)."""
     depth_weight: float = 1.0
     """Depth d weighs depth_weight ** (d - 1) (HASS: all alike)."""
+    deep_share: float = 1.0
+    """Share of the rows that are unrolled beyond depth 1 (anchors), drawn anew in every epoch. HASS takes all (1)."""
     oov: Oov = "renormalise"
     """Teacher mass outside the draft vocabulary: renormalise, mask (rows whose argmax is outside) or tail."""
     noise: float = 0.2
@@ -64,9 +66,13 @@ class EagleConfig:
     """MLP width; null = the target's."""
     bias: bool = False
     """A bias on `fc`, as the paper's checkpoints have; engines drop it, so train without."""
+    checkpointing: bool = False
+    """Keep of every step only its output and keys and compute the rest anew in backward: less memory, about a fifth slower."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self.objective, self.oov, self.depth_weight, self.steps, "eagle", features=True)
+        if not 0 < self.deep_share <= 1:
+            raise ValueError(f"eagle: deep_share must lie in (0, 1], got {self.deep_share}")
         if self.noise < 0:
             raise ValueError(f"eagle: noise must not be negative, got {self.noise}")
 
@@ -142,20 +148,22 @@ class Eagle(nn.Module):
 
     def denominators(self, batch: Batch, progress: float) -> dict[str, float]:
         """Training pairs per depth."""
-        return pair_counts(batch, self.config.steps)
+        return pair_counts(batch, self.config.steps, self.config.deep_share)
 
     def loss(self, batch: Batch, target_out: TargetOut, progress: float) -> Terms:
         """Terms `depth_d`: the objective on predicted features and their logits, summed over the pairs of depth d."""
         assert target_out.last_hidden_BTD is not None and target_out.head is not None and target_out.embed is not None
         config = self.config
-        rows = Rows.of(batch, config.steps)
+        rows = Rows.of(batch, config.steps, config.deep_share)
         scorer = Scorer(
             rows, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov, config.depth_weight
         )
         feature_BTD = target_out.last_hidden_BTD.to(self.fc.weight.dtype)
         if self.training and config.noise:
             feature_BTD = feature_BTD + self.draw_noise(batch).to(feature_BTD.dtype)
-        outputs = autoregression.unroll(self, target_out.embed, feature_BTD, batch, rows, config.steps, detach=True)
+        outputs = autoregression.unroll(
+            self, target_out.embed, feature_BTD, batch, rows, config.steps, True, config.checkpointing
+        )
         for depth, feature_RD in enumerate(outputs, 1):
             scorer.add(depth, target_out.logits(feature_RD, self.d2t_W), feature_RD)
         return scorer.terms()

@@ -53,7 +53,8 @@ class Eagle3Config:
     depth_weight: float = 0.8
     """Depth d weighs depth_weight ** (d - 1) (EAGLE-3's training code)."""
     deep_share: float = 1.0
-    """Share of the rows trained beyond depth 1, drawn anew in every epoch. EAGLE-3 trains all (1); less is faster."""
+    """Share of the rows that are unrolled beyond depth 1 (anchors), drawn anew in every epoch. EAGLE-3 takes all (1); less is
+    faster and takes less memory."""
     oov: Oov = "renormalise"
     """Teacher mass outside the draft vocabulary: renormalise, mask (rows whose argmax is outside) or tail."""
     heads: int | None = None
@@ -66,6 +67,8 @@ class Eagle3Config:
     """Start the MLP and its norm from the target's last layer; EAGLE-3 starts them at random. Faster under AdamW, not Muon."""
     train_head: bool = True
     """False: the head keeps the target's rows (as the speculators library trains it), which saves time per step."""
+    checkpointing: bool = False
+    """Keep of every step only its output and keys and compute the rest anew in backward: less memory, about a fifth slower."""
     fc_norm: bool = False
     """One norm per tap before `fc` (EAGLE-3.1)."""
     norm_output: bool = False
@@ -194,7 +197,9 @@ class Eagle3(nn.Module):
             rows, batch, target_out, self.d2t_W, self.t2d_V, self.objective, config.oov, config.depth_weight
         )
         feature_BTD = self.fuse(target_out.taps_BTPD.to(self.fc.weight.dtype))
-        outputs = autoregression.unroll(self, target_out.embed, feature_BTD, batch, rows, config.steps)
+        outputs = autoregression.unroll(
+            self, target_out.embed, feature_BTD, batch, rows, config.steps, checkpointing=config.checkpointing
+        )
         for depth, hidden_RD in enumerate(outputs, 1):
             scorer.add(depth, ByHead.of(self.norm(hidden_RD), self.lm_head.weight))
         return scorer.terms()

@@ -14,7 +14,6 @@ from torch import Tensor
 from .drafter import TargetFacts
 from .families import family_of, rope_of
 
-
 OUTLINE = "outline"  # fingerprint of a model that has shapes and no values
 
 
@@ -26,10 +25,14 @@ def has_values(weight: Tensor) -> bool:
 def refuse_non_finite(model: Any, name: str) -> None:
     """ValueError that names a tensor with NaN or infinity."""
     for key, weight in model.named_parameters():
-        if not has_values(weight):
-            continue
-        if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"target {name!r}: tensor {key} holds NaN or infinity")
+        if has_values(weight):
+            refuse_non_finite_tensor(key, weight, name)
+
+
+def refuse_non_finite_tensor(key: str, weight: Tensor, name: str) -> None:
+    """The same of one tensor."""
+    if not bool(torch.isfinite(weight.sum(dtype=torch.float32))) and not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"target {name!r}: tensor {key} holds NaN or infinity")
 
 
 def facts_of(model: Any, tokenizer: Any, name: str, revision: str | None, known_by: str) -> TargetFacts:
@@ -101,12 +104,20 @@ def fingerprint(model: Any) -> str:
     even steps, rounded to bf16 so that one checkpoint has one fingerprint in every dtype it is loaded in."""
     if not all(has_values(weight) for weight in model.parameters()):
         return OUTLINE
-    settings = {
-        key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE and value is not None
-    }
+    return fingerprint_of(model.config, {key: trace(key, weight) for key, weight in model.named_parameters()})
+
+
+def trace(key: str, weight: Tensor) -> bytes:
+    """What a fingerprint keeps of one tensor."""
+    flat = weight.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // 4096)][:4096].to(torch.bfloat16).view(torch.int16).cpu()
+    return f"{key} {tuple(weight.shape)}".encode() + picked.numpy().tobytes()
+
+
+def fingerprint_of(config: Any, traces: dict[str, bytes]) -> str:
+    """`fingerprint`, of tensors that need not be there together."""
+    settings = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE and value is not None}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for key, weight in sorted(model.named_parameters()):
-        flat = weight.detach().reshape(-1)
-        picked = flat[:: max(1, flat.numel() // 4096)][:4096].to(torch.bfloat16).view(torch.int16).cpu()
-        digest.update(f"{key} {tuple(weight.shape)}".encode() + picked.numpy().tobytes())
+    for _, kept in sorted(traces.items()):
+        digest.update(kept)
     return digest.hexdigest()

@@ -6,6 +6,7 @@ Test: pytest tests/test_methods.py tests/test_parity.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..data.batch import document_starts
 from ..kernels.rng import NOISE, fold, philox
 from ..losses.distill import OOV
 from ..losses.objective import parse_objective
@@ -137,26 +139,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (torch.cat([left, right], dim=-1) * cos[..., None, :] + turned * sin[..., None, :]).to(x.dtype)
 
 
-def attend(
-    q_BHQd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, see_BQS: Tensor, own: list[tuple[Tensor, Tensor]] | None = None
-) -> Tensor:
-    """Attention [B, H, Q, d] of H heads over G key/value heads. Beside the S shared keys that `see_BQS` shows it, each
-    query has keys of its own, one per entry (k_BGQd, v_BGQd) of `own` (the drafter's earlier steps at that row)."""
-    b, h, q, d = q_BHQd.shape
-    g, s = k_BGSd.shape[1:3]
-    if not own:
-        return F.scaled_dot_product_attention(q_BHQd, k_BGSd, v_BGSd, see_BQS[:, None], enable_gqa=h != g)
-    q_BGrQd = q_BHQd.reshape(b, g, h // g, q, d) * d**-0.5
-    scores_BGrQS = (q_BGrQd.flatten(2, 3) @ k_BGSd.transpose(-1, -2)).view(b, g, h // g, q, s)
-    scores_BGrQS = scores_BGrQS.masked_fill(~see_BQS[:, None, None], torch.finfo(scores_BGrQS.dtype).min)
-    columns = [(q_BGrQd * k_BGQd[:, :, None]).sum(-1, keepdim=True, dtype=scores_BGrQS.dtype) for k_BGQd, _ in own]
-    scores_BGrQS = torch.cat([scores_BGrQS, *columns], dim=-1)
-    wide = torch.promote_types(scores_BGrQS.dtype, torch.float32)
-    weights_BGrQS = scores_BGrQS.softmax(-1, dtype=wide).to(v_BGSd.dtype)
-    out_BGrQd = (weights_BGrQS[..., :s].flatten(2, 3) @ v_BGSd).view(b, g, h // g, q, d)
-    for i, (_, v_BGQd) in enumerate(own):
-        out_BGrQd = out_BGrQd + weights_BGrQS[..., s + i, None] * v_BGQd[:, :, None]
-    return out_BGrQd.reshape(b, h, q, d)
+def attend(q_BHQd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, see_BQS: Tensor) -> Tensor:
+    """Attention [B, H, Q, d] of H heads over G key/value heads, over the keys that `see_BQS` shows each query."""
+    shared = q_BHQd.shape[1] != k_BGSd.shape[1]
+    return F.scaled_dot_product_attention(q_BHQd, k_BGSd, v_BGSd, see_BQS[:, None], enable_gqa=shared)
 
 
 class Attention(nn.Module):
@@ -314,9 +300,9 @@ def keyed_uniform(batch: Batch, width: int, stream: int = 0) -> Tensor:
 
 def feature_noise(batch: Batch, width: int, scale: float) -> Tensor:
     """[B, T, width] keyed noise, uniform in +-scale / 2 * 512 / length of the document (EAGLE's training code)."""
-    same_BTT = batch.samples_BT[:, :, None] == batch.samples_BT[:, None, :]
-    length_BT1 = same_BTT.sum(-1, keepdim=True)
-    return (keyed_uniform(batch, width) - 0.5) * scale * (512 / length_BT1)
+    end_BT = batch.ids_BT.shape[1] - document_starts(replace(batch, samples_BT=batch.samples_BT.flip(1))).flip(1)
+    length_BT = end_BT - document_starts(batch)
+    return (keyed_uniform(batch, width) - 0.5) * scale * (512 / length_BT)[..., None]
 
 
 TargetHead = Callable[[Tensor, Tensor | None], Tensor]

@@ -76,7 +76,7 @@ def load_target(
         target.choose_runner(runner)
         target.round_weights(weights)
         return target
-    source = _source(name, revision, trust_remote_code)
+    source = source_of(name, revision, trust_remote_code)
     quantized = None
     try:
         if quantize != "none":
@@ -84,19 +84,25 @@ def load_target(
             refuse_non_finite(full, source.name)
             quantized = Quantized(quantize, fingerprint(full))
             del full
-        model, tokenizer = _load_model(source, dtype, quantize, device), _load_tokenizer(source)
+        model, tokenizer = _load_model(source, dtype, quantize, device), tokenizer_of(source)
     except OSError as error:
         raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    if not denoises and (getattr(model.config, "draftsmith", None) or {}).get("kind") == "merged":
+    if not denoises:
+        refuse_denoiser(name, model.config)
+    target = Target(model, tokenizer, source.name, source.commit, quantized=quantized, runner=runner).to(device)
+    if model.config.model_type not in FAMILIES:
+        refuse_other_logits(target)
+    target.round_weights(weights)
+    return target
+
+
+def refuse_denoiser(name: str, config: Any) -> None:
+    """Raises ValueError for a converted model, whose adapters were merged into it."""
+    if (getattr(config, "draftsmith", None) or {}).get("kind") == "merged":
         raise ValueError(
             f"target {name!r} is a converted model, its adapters merged into it: it denoises, and is no autoregressive "
             "model any more; name the one that was converted, or give the folder as --model"
         )
-    target = Target(model, tokenizer, source.name, source.commit, quantized=quantized, runner=runner).to(device)
-    if model.config.model_type not in FAMILIES:
-        _probe(target)
-    target.round_weights(weights)
-    return target
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -105,15 +111,15 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
 
     if name == "tiny":
         return pretrained.tiny_tokenizer()
-    source = _source(name, revision, trust_remote_code)
+    source = source_of(name, revision, trust_remote_code)
     try:
-        return _load_tokenizer(source)
+        return tokenizer_of(source)
     except OSError as error:
         raise ValueError(f"tokenizer of {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Where a target lies: a folder or hub id, the GGUF file in it, the hub commit; and the name to record."""
 
     name: str
@@ -128,7 +134,7 @@ class _Source:
         return chosen if self.gguf is None else chosen | {"gguf_file": self.gguf}
 
 
-def _source(name: str, revision: str | None, trust_remote_code: bool) -> _Source:
+def source_of(name: str, revision: str | None, trust_remote_code: bool) -> Source:
     from . import pretrained
 
     if trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
@@ -143,14 +149,14 @@ def _source(name: str, revision: str | None, trust_remote_code: bool) -> _Source
         shown = name if name == "smollm2" else (gguf or path.resolve().name)
         if trust_remote_code:
             _show_code(path, shown)
-        return _Source(shown, str(path), gguf, None, trust_remote_code)
+        return Source(shown, str(path), gguf, None, trust_remote_code)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(f"target {name!r}: no such folder or GGUF file, no hub id (owner/name), not smollm2 or tiny")
     try:
         commit = _commit_of(name, revision)
         if trust_remote_code:
             _show_code(Path(snapshot_download(name, revision=commit, allow_patterns=["*.py", "*.json"])), name)
-        return _Source(name, name, None, commit, trust_remote_code)
+        return Source(name, name, None, commit, trust_remote_code)
     except OSError as error:
         raise ValueError(f"target {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
 
@@ -181,33 +187,15 @@ def _commit_of(hub_id: str, revision: str | None) -> str:
 
 
 def _load_model(
-    source: _Source, dtype: torch.dtype, quantize: Quantize = "none", device: str | torch.device = "cpu"
+    source: Source, dtype: torch.dtype, quantize: Quantize = "none", device: str | torch.device = "cpu"
 ) -> Any:
     """The model by transformers, refusing what it would fill in silently."""
     options = source.options()
     if source.gguf is not None:
         options["quantization_config"] = GgufConfig(dequantize=True)
     else:
-        raw, _ = PretrainedConfig.get_config_dict(source.where, revision=source.commit)
-        for key in ("vision_config", "audio_config"):
-            if raw.get(key) is not None:
-                raise ValueError(
-                    f"target {source.name!r} (type {raw.get('model_type')!r}) has {key}: models with image or audio "
-                    "input are not supported; extract its language model first"
-                )
-        if "text_config" in raw:
-            outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
-            raw = outer | raw["text_config"]
-            settings = {key: value for key, value in raw.items() if key != "model_type"}
-            options |= {"config": AutoConfig.for_model(raw["model_type"], **settings), "key_mapping": _NESTED}
-        else:
-            options["config"] = AutoConfig.from_pretrained(source.where, **options)
-        check_supported(options["config"])
-        if not _has_theta(raw):
-            raise ValueError(
-                f"the config.json of {source.name!r} has no rotary base (rope_theta): add the one that the model was "
-                "trained with"
-            )
+        options["config"], nested = config_of(source)
+        options |= {"key_mapping": NESTED} if nested else {}
     tied = "config" in options and bool(getattr(options["config"], "tie_word_embeddings", False))
     options |= {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     if quantize != "none":
@@ -216,7 +204,7 @@ def _load_model(
         found = AutoModelForCausalLM.from_pretrained(source.where, **options)
     model, info = cast(tuple[Any, dict[str, Any]], found)
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        names = sorted(str(key) for key in info.get(what, ()) if not re.search(_IGNORABLE, str(key)))
+        names = sorted(str(key) for key in info.get(what, ()) if not re.search(IGNORABLE, str(key)))
         if names:
             raise ValueError(
                 f"weights of {source.name!r}: {len(names)} {what.replace('_', ' ')}: {', '.join(names[:8])}"
@@ -230,7 +218,34 @@ def _load_model(
     return model
 
 
-def _load_tokenizer(source: _Source) -> Any:
+def config_of(source: Source) -> tuple[Any, bool]:
+    """transformers' config, and whether the language model is part of a larger one. Raises ValueError for a kind of model
+    that is not supported."""
+    raw, _ = PretrainedConfig.get_config_dict(source.where, revision=source.commit)
+    for key in ("vision_config", "audio_config"):
+        if raw.get(key) is not None:
+            raise ValueError(
+                f"target {source.name!r} (type {raw.get('model_type')!r}) has {key}: models with image or audio "
+                "input are not supported; extract its language model first"
+            )
+    nested = "text_config" in raw
+    if nested:
+        outer = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+        raw = outer | raw["text_config"]
+        settings = {key: value for key, value in raw.items() if key != "model_type"}
+        config = AutoConfig.for_model(raw["model_type"], **settings)
+    else:
+        config = AutoConfig.from_pretrained(source.where, **source.options())
+    check_supported(config)
+    if not _has_theta(raw):
+        raise ValueError(
+            f"the config.json of {source.name!r} has no rotary base (rope_theta): add the one that the model was "
+            "trained with"
+        )
+    return config, nested
+
+
+def tokenizer_of(source: Source) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(source.where, **source.options())
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token  # never a new token: it would have no embedding row
@@ -252,11 +267,11 @@ def quiet() -> Iterator[None]:
 
 
 # A language model saved inside a larger one: its tensors bear one more prefix.
-_NESTED = {
+NESTED = {
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?=layers\.|embed_tokens\.|norm\.)": "model.",
     r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
 }
-_IGNORABLE = r"rotary_emb\.inv_freq|(^|\.)mtp\."
+IGNORABLE = r"rotary_emb\.inv_freq|(^|\.)mtp\."
 
 
 def _has_theta(raw: dict[str, Any]) -> bool:
@@ -265,7 +280,7 @@ def _has_theta(raw: dict[str, Any]) -> bool:
     return any(raw.get(key) is not None for key in keys) or any(_has_theta(value) for value in nested)
 
 
-def _probe(target: Target) -> None:
+def refuse_other_logits(target: Target) -> None:
     """A family without a record must give the logits of its own forward pass. Raises ValueError if it does not."""
     ids_BT = torch.arange(3, 19, device=target.device)[None] % target.facts.vocab
     with torch.no_grad():

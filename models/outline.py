@@ -19,6 +19,7 @@ Test: pytest tests/test_plan.py
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -112,6 +113,9 @@ class Outline(TorchDispatchMode):
         return [held for held in self.held.values() if held.kind == kind]
 
     def __enter__(self) -> Outline:
+        self.quiet = warnings.catch_warnings()
+        self.quiet.__enter__()
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         self.walk_rows = linear_loss.walk_rows
         linear_loss.walk_rows = _one_block(self.walk_rows)
         super().__enter__()
@@ -120,6 +124,7 @@ class Outline(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         linear_loss.walk_rows = self.walk_rows
+        self.quiet.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -262,7 +267,9 @@ def load_config(name: str, revision: str | None = None) -> tuple[str, Any]:
     if name == "smollm2" and not (folder / "config.json").is_file():
         return name, AutoConfig.for_model(**SMOLLM2)
     if folder.suffix == ".gguf":
-        raise ValueError(f"target {name!r}: a plan reads a config.json, name a folder that has one (weights are not needed)")
+        raise ValueError(
+            f"target {name!r}: a plan reads a config.json, name a folder that has one (weights are not needed)"
+        )
     where = str(folder) if folder.is_dir() else name
     try:
         raw, _ = PretrainedConfig.get_config_dict(where, revision=revision)

@@ -10,7 +10,6 @@ Test: pytest tests/test_target.py
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
+from ..data.places import cache_folder
 from .intersection import byte_symbols
 from .loading import quiet
 from .target import Target
@@ -50,11 +50,6 @@ _PAIRS = (
     "it",
     "al",
 )
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: $DRAFTSMITH_CACHE, or ~/.cache/draftsmith."""
-    return Path(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser()
 
 
 def smollm2_folder() -> Path:

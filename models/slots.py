@@ -45,15 +45,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from ..data.batch import document_starts
 from ..losses.distill import Logits, Oov, Weigh, fused_score, weighed_loss
 from ..losses.objective import Objective
+from .attention import flex
 from .drafter import Batch, TargetOut, Terms
 from .layers import keyed_uniform
 from .supervision import teacher_of
@@ -171,13 +174,6 @@ def at(x_BT: Tensor, index_BQ: Tensor) -> Tensor:
 
 
 # Where drafts may start
-
-
-def document_starts(batch: Batch) -> Tensor:
-    """int64 [B, T] the index of the first token of each token's document."""
-    t = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device).expand_as(batch.ids_BT)
-    first_BT = F.pad(batch.samples_BT[:, 1:] != batch.samples_BT[:, :-1], (1, 0), value=True)
-    return torch.where(first_BT, t, 0).cummax(1).values
 
 
 def _ends(batch: Batch) -> Tensor:
@@ -644,6 +640,7 @@ class Entries(NamedTuple):
 
 PREFIX_KEY, CONTEXT_KEY, SLOT_KEY = 0, 1, 2
 PART = 128  # queries per part of a dense mask
+KEPT = 16  # of more parts, backward makes keys and mask anew: kept, they grow as the square of the length
 
 
 def see(rule: MaskRule, query: Entries, key: Entries) -> Tensor:
@@ -776,16 +773,6 @@ def _spans(first: int, last: int) -> list[tuple[int, int]]:
     return [(lo, min(lo + PART, last)) for lo in range(first, last, PART)]
 
 
-@lru_cache(maxsize=1)
-def _flex_attention(compiled: bool) -> Callable[..., Any]:
-    """Flex attention, compiled where that pays; imported only by those who use it."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if compiled:
-        return torch.compile(flex_attention, dynamic=True)
-    return flex_attention
-
-
 def attend_slots(
     q_BHQd: Tensor,
     context: tuple[Tensor, Tensor],
@@ -799,18 +786,18 @@ def attend_slots(
     before: list[list[Tensor]] = [[], []] if prefix is None else [[x] for x in prefix]
     if mask.block is not None:
         k_BGSd, v_BGSd = (torch.cat([*before[i], context[i], own[i]], dim=2) for i in range(2))
-        # Triton's kernel takes heads of 16 and more, of at most 32 bits: zeros change no product.
-        d = q_BHQd.shape[-1]
-        q_BHQd, k_BGSd, v_BGSd = (F.pad(x, (0, max(0, 16 - d))) for x in (q_BHQd, k_BGSd, v_BGSd))
-        run = _flex_attention(q_BHQd.device.type == "cuda" and q_BHQd.dtype != torch.float64)
-        return run(q_BHQd, k_BGSd, v_BGSd, block_mask=mask.block, enable_gqa=shared, scale=d**-0.5)[..., :d]
+        return flex(q_BHQd, k_BGSd, v_BGSd, mask.block)
     if not mask.parts:  # no slot in the whole batch: every input takes part all the same, with gradient zero
         return q_BHQd + 0 * sum(x.sum() for x in (*context, *own))
-    outs = []
-    for part in mask.parts:
+
+    def attend_part(part: Part) -> Tensor:
         k_BGSd, v_BGSd = (
             torch.cat([*before[i], context[i][:, :, part.context], own[i][:, :, part.own]], dim=2) for i in range(2)
         )
         q_BHqd, see_B1qS = q_BHQd[:, :, part.queries], part.see_BQS[:, None]
-        outs.append(F.scaled_dot_product_attention(q_BHqd, k_BGSd, v_BGSd, see_B1qS, enable_gqa=shared))
-    return torch.cat(outs, dim=2)
+        return F.scaled_dot_product_attention(q_BHqd, k_BGSd, v_BGSd, see_B1qS, enable_gqa=shared)
+
+    if len(mask.parts) <= KEPT or not torch.is_grad_enabled():
+        return torch.cat([attend_part(part) for part in mask.parts], dim=2)
+    anew = partial(checkpoint, attend_part, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([anew(part) for part in mask.parts], dim=2)

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..data.batch import document_starts
 from ..losses.distill import ON_FEATURES, Logits, Oov, Scored, Teacher, fused_score, make_teacher, make_top_teacher
 from ..losses.objective import Objective
+from .attention import Ranges
 from .drafter import Batch, TargetOut, Terms, supervised
 from .layers import keyed_uniform
 
@@ -55,32 +57,11 @@ class Rows:
         t_R = self.flat_R % self.time
         return x_BTX.flatten(0, 1)[self.flat_R - t_R + (t_R + ahead).clamp(max=self.time - 1)]
 
-
-class Packing:
-    """Supervised rows as padded queries [B, Q] of their batch rows, for attention."""
-
-    def __init__(self, rows: Rows, batch: Batch) -> None:
-        b, t = batch.ids_BT.shape
-        row_R, t_R = rows.flat_R // t, rows.flat_R % t
-        counts_B = torch.bincount(row_R, minlength=b)
-        starts_B = counts_B.cumsum(0) - counts_B
-        self.shape = (b, int(counts_B.max()) if len(row_R) else 0)
-        slot_R = torch.arange(len(row_R), device=row_R.device) - starts_B[row_R]
-        self.back_R = row_R * self.shape[1] + slot_R
-        from_BQ = row_R.new_zeros(b * self.shape[1])
-        from_BQ[self.back_R] = torch.arange(len(row_R), device=row_R.device)
-        self.from_BQ = from_BQ.view(self.shape)
-        key_T = torch.arange(t, device=t_R.device)
-        same_RT = batch.samples_BT[row_R] == batch.samples_BT.flatten()[rows.flat_R][:, None]
-        self.see_BQT = (same_RT & (key_T <= t_R[:, None]))[self.from_BQ]
-
-    def spread(self, x_RHd: Tensor) -> Tensor:
-        """[R, H, d] -> [B, H, Q, d]; padding repeats row 0, to be ignored."""
-        return x_RHd[self.from_BQ].transpose(1, 2)
-
-    def collect(self, x_BHQd: Tensor) -> Tensor:
-        """[B, H, Q, d] -> [R, H * d]."""
-        return x_BHQd.transpose(1, 2).flatten(2).flatten(0, 1)[self.back_R]
+    def ranges(self, batch: Batch) -> Ranges:
+        """What the rows see of all B * T entries: their document, up to themselves."""
+        t_R = self.flat_R % self.time
+        first_R = self.flat_R - t_R + document_starts(batch).flatten()[self.flat_R]
+        return Ranges(first_R, self.flat_R + 1, batch.ids_BT.numel())
 
 
 def teacher_of(

@@ -41,6 +41,7 @@ from .lean import (
     some_of,
     why_not_lean,
 )
+from .placement import Placed
 from .quantize import Quantized
 
 DTYPES = {
@@ -66,7 +67,7 @@ class Target(nn.Module):
     `name` is what exports record (a hub id, folder name or built-in name; never a path). `frozen` False leaves the
     weights as trainable as they are: a drafter that is a language model runs it by the same protocol. Raises ValueError
     when the model is not one that can be run exactly, and when tokenizer and embedding do not fit. `quantized`: its
-    weights are rounded (models/quantize.py).
+    weights are rounded (models/quantize.py). `placed`: its layers are not here as they are (models/placement.py).
 
     `runner`: auto = passes without gradients that have a cache of ours, which is decoding, run lean (models/lean.py) if
     the family can, all others through Hugging Face's modules; lean = all passes without gradients run lean (ValueError
@@ -83,6 +84,7 @@ class Target(nn.Module):
         *,
         frozen: bool = True,
         quantized: Quantized | None = None,
+        placed: Placed | None = None,
         runner: Runner = "auto",
     ) -> None:
         super().__init__()
@@ -108,22 +110,26 @@ class Target(nn.Module):
         self._head_rows: tuple[Tensor, object, Tensor, Tensor | None, Product | None] | None = None
         self._head_product: tuple[object, Product | None] | None = None
         self._head_seen = torch.zeros(0)
+        self.placed = placed
         self.not_lean = "its weights are rounded" if quantized is not None else why_not_lean(model, parts)
+        self.not_lean = self.not_lean if placed is None else placed.why
         self._lean = [LeanRunner(model, parts)] if self.not_lean is None else []
         self.choose_runner(runner)
         self._causal_TT = torch.ones(0, 0, dtype=torch.bool)
         self.quantized = "none" if quantized is None else quantized.kind
         self.weights: Weights = "full"
         self._rounded_heads: dict[bool, tuple[Tensor | None, object, Product]] = {}  # of all ids, and of some
+        known = quantized or placed
         self.facts = facts_of(
-            model, tokenizer, name, revision, fingerprint(model) if quantized is None else quantized.fingerprint
+            model, tokenizer, name, revision, fingerprint(model) if known is None else known.fingerprint
         )
         self._fixed_to = self.facts.max_positions if self.facts.rope["rope_type"] == "longrope" else None
         self.banned_ids: Tensor
         self.register_buffer("banned_ids", banned_ids(tokenizer, self.facts.vocab), persistent=False)
-        if quantized is None:
+        if known is None:
             refuse_non_finite(model, name)
-        elif type(self.head_weight) is not nn.Parameter or not self.head_weight.is_floating_point():
+        rounded_head = type(self.head_weight) is not nn.Parameter or not self.head_weight.is_floating_point()
+        if quantized is not None and rounded_head:
             raise ValueError(
                 f"target {name!r}: quantize = {quantized.kind} rounded its output head, which is read as it is"
             )
@@ -136,6 +142,11 @@ class Target(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without copies of the head's rows, which are made anew where they are needed; some cannot be stored."""
         return vars(self) | {"_head_product": None, "_head_rows": None, "_rounded_heads": {}}
+
+    @property
+    def placement(self) -> str:
+        """Where the layers are (models/placement.py)."""
+        return "replicated" if self.placed is None else self.placed.kind
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,6 +276,8 @@ class Target(nn.Module):
                 f"position {int(positions_BT.max())}: beyond {self._fixed_to} positions the rotary frequencies of target "
                 f"{self.facts.name!r} change with the longest row, which is not supported; use shorter texts"
             )
+        if self.placed is not None:
+            self.placed.before_pass(self.facts.name)
         if self._runs_lean(cache):
             self.check_taps(taps)
             return States(*self._lean[0].forward(inputs, positions_BT, cache, see_BTA, taps, prefix_kv))
@@ -302,7 +315,9 @@ class Target(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
-        return States(out.last_hidden_state, torch.stack([streams[k] for k in taps], dim=2) if taps else None)
+        return States(
+            out.last_hidden_state, torch.stack([streams[k].to(self.device) for k in taps], dim=2) if taps else None
+        )
 
     def _head_marks(self) -> list[tuple[int, int]]:
         return [mark(x) for x in self._head[0].parameters()]

@@ -46,9 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 ZERO = ("zero1", "zero2", "zero3")
 FEW = ("eagle3", "hydra", "dual_view")  # a drafter, one with dropout, one inside the target
-# By engine: the methods that run straight through. The few stop in between, too; all of them do with one process in
-# tests/test_resume.py, and by every engine in tests/bench/invariance.py.
-STRAIGHT = dict.fromkeys(("ddp", "zero3"), tuple(METHODS)) | dict.fromkeys(("zero1", "zero2"), FEW)
+# By engine: the methods that run straight through; all of them by the one that does most to a module. The few stop in between,
+# too; all of them do with one process in tests/test_resume.py, and by every engine in tests/bench/invariance.py.
+STRAIGHT = dict.fromkeys(("ddp", "zero1", "zero2"), FEW) | {"zero2_offload": FEW[:1], "zero3": tuple(METHODS)}
 
 
 def launched_by(name: str) -> dict[str, str]:
@@ -212,10 +212,10 @@ def one(out: Path) -> None:
 
 
 def two(out: Path) -> None:
-    for name in ("ddp", *ZERO):
+    for name in STRAIGHT:
         become(name)
         straight(out / name / "straight", STRAIGHT[name])
-        halves(out / name / "halves", FEW)
+        halves(out / name / "halves", [method for method in FEW if method in STRAIGHT[name]])
         stopped(out / name / "stopped")
         faults(out / name / "faults")
     for before, after in (("ddp", "zero3"), ("zero3", "zero1"), ("zero2", "ddp")):

@@ -322,7 +322,6 @@ def thousand(folder: Path) -> DataConfig:
 # 1,000 samples of 64 tokens, three taps and last hidden of width 48, the latter as given or not at all.
 ANNOUNCED = {
     "bfloat16": ({}, 24_576_000),
-    "float32": ({"last_stored": "float32"}, 49_152_000),
     "int8": ({"last_stored": "int8"}, 64_000 * 4 * (48 + 4)),
     "int4": ({"last_stored": "int4"}, 64_000 * 4 * (32 + 4)),  # 48 channels fill two groups of 32
     "int8 and top_k": ({"last_hidden": False, "top_k": 64}, 64_000 * 3 * (48 + 4)),
@@ -346,16 +345,30 @@ def test_bytes_are_announced_and_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     assert abs(written - states - rest) < 0.01 * states
 
 
+@pytest.mark.parametrize(
+    ("options", "token", "told", "shard"),
+    [
+        ({}, 4 * 48 * 2, 0, 0),
+        ({"stored": "int8", "top_k": 16}, 4 * (48 + 4), 16 * 4 + 4, 4 * 48 * 4),
+        ({"stored": "int4", "need_last_hidden": False, "top_k": 16}, 3 * (32 + 4), 16 * 4 + 4, 3 * 48 * 4),
+    ],
+)
 def test_too_small_a_disk_is_refused_before_the_first_forward(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    token: int,
+    told: int,
+    shard: int,
 ) -> None:
     target, data = tiny(), some_samples()
-    needed = sum(map(len, data)) * (4 * 48 * 2 + 12)
+    needed = sum(map(len, data)) * (token + 12) + sum(int(s.supervised[1:].sum()) for s in data) * told + shard
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     monkeypatch.setattr(module, "_states", lambda *_: pytest.fail("a forward pass was made"))
     with pytest.raises(ValueError, match=rf"states need {needed:,} bytes"):
-        capture(target, data, tmp_path / "s", TAPS, progress=False)
+        capture(target, data, tmp_path / "s", TAPS, progress=False, **options)
     assert not list(tmp_path.rglob("shard-*"))
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.data.encode import Sample
 from draftsmith.data.formats import decode, encode, encode_top
 from draftsmith.data.packing import collate, make_batch
+from draftsmith.data.places import write_atomically
 from draftsmith.data.states import (
     SHARD_TOKENS,
     StateFields,
@@ -24,7 +25,6 @@ from draftsmith.data.states import (
     plan,
     read_record,
     shard_file,
-    write_atomically,
     write_index,
     write_shard,
 )

@@ -135,6 +135,20 @@ def test_mistakes_come_before_the_launcher_and_keep_their_exit_code(checkout: Pa
     assert missing.returncode == 2 and "train/distill_draft.py" in missing.stderr
 
 
+def test_an_engine_is_chosen_by_the_recipe_or_the_environment(checkout: Path, tmp_path: Path) -> None:
+    """The plain line starts it from its file; one that cannot run here is refused with one line, and so is one that is none."""
+    result = launch(checkout, *QUICK, "engine=fsdp2", f"run={tmp_path / 'x'}", PROCESSES="1")
+    assert result.returncode == 2, result.stderr
+    assert "accelerate launch --config_file configs/accelerate/fsdp2.yaml --num_processes 1 train/distill_draft.py" in (
+        result.stderr
+    )
+    assert result.stderr.splitlines()[-1].startswith("error: FSDP2 needs GPUs: on CPUs accelerate ignores it")
+    unknown = launch(checkout, *QUICK, PROCESSES="1", ENGINE="zero4")
+    assert unknown.returncode == 2
+    assert "ENGINE=zero4: use one of ddp fsdp2 zero1 zero2 zero2_offload zero3" in unknown.stderr
+    assert not (tmp_path / "x").exists()
+
+
 def test_the_demo_path_on_a_tiny_target(checkout: Path, tmp_path: Path) -> None:
     """`--quick`: train, evaluate, check; the report and a complete export are there."""
     run = tmp_path / "run"

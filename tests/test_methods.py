@@ -638,7 +638,10 @@ def test_training_noise_is_reproducible_and_off_in_evaluation(method: str, optio
     assert noisy[0] == noisy[1] and len({noisy[0], other, quiet}) == 3
 
 
-def test_deep_share_trains_a_part_of_the_rows_with_the_same_logits(target: Target, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_deep_share_trains_a_part_of_the_rows_with_the_same_logits(
+    method: str, target: Target, monkeypatch: Any
+) -> None:
     """Half of the rows beyond depth 1: the same logits there as when all are trained, counted by what was drawn."""
     batch = one_row(torch.randint(3, 250, (120,)).tolist(), list(range(20, 120)))
     seen: list[dict[tuple[int, int], Tensor]] = []
@@ -651,7 +654,7 @@ def test_deep_share_trains_a_part_of_the_rows_with_the_same_logits(target: Targe
 
     monkeypatch.setattr(Scorer, "add", spy)
     for share in (1.0, 0.5):
-        drafter = make("eagle3", target, deep_share=share)
+        drafter = make(method, target, deep_share=share).eval()
         seen.append({})
         terms = drafter(batch, live_states(target, drafter, batch), 0.0)
         counts = drafter.denominators(batch, 0.0)

@@ -121,7 +121,7 @@ def test_hard_labels_need_no_state_of_the_target(target: Target) -> None:
     with_states, without = drafter(batch, states(target, batch), 0.0), drafter(batch, TargetOut(), 0.0)
     torch.testing.assert_close(without.losses["slots"], with_states.losses["slots"])
     assert "lost_mass" not in without.metrics and float(without.metrics["accuracy_1"][1]) == 23 + 9
-    _, function = states_of_run(None, target, drafter, [], None, "train", None)  # type: ignore[arg-type]
+    _, function, _ = states_of_run(None, target, drafter, [], None, "train", None)  # type: ignore[arg-type]
     assert function(batch).last_hidden_BTD is None
     soft = make(target, objective="0.5*ce + 0.5*kl")
     assert "teacher" in soft.loss_needs and bool(soft(batch, states(target, batch), 0.0).losses["slots"].isfinite())

@@ -89,7 +89,7 @@ def test_every_method_trains_from_every_format(
         for stored, (settings, bound) in FORMATS.items():
             settings = (f"states.stored={stored}", f"states.teacher={teacher}", *settings, *more)
             config = config_of(method, tmp_path, *settings)
-            usable, states_of = distill_draft.states(
+            usable, states_of, _ = distill_draft.states(
                 config,
                 target,
                 drafter,
@@ -118,8 +118,10 @@ def test_few_likely_ids_are_near_all_of_them(
     _, by_want = losses(drafter, batch, live_states(target, drafter, batch))
     alike = []
     for k in (4, 32, 256):
-        config = config_of(method, tmp_path, "states.teacher=top_k", f"states.top_k={k}", "draft_vocab=100")
-        _, states_of = distill_draft.states(config, target, drafter, samples, tmp_path, str(k), ONE)  # type: ignore[arg-type]
+        config = config_of(
+            method, tmp_path, "states.teacher=top_k", f"states.top_k={k}", "states.stored=float32", "draft_vocab=100"
+        )
+        _, states_of, _ = distill_draft.states(config, target, drafter, samples, tmp_path, str(k), ONE)  # type: ignore[arg-type]
         _, by_got = losses(drafter, batch, states_of(batch))
         a, b = (torch.cat([g.flatten() for g in by]) for by in (by_want, by_got))
         alike.append(float(torch.cosine_similarity(a, b, dim=0)))

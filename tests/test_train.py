@@ -283,6 +283,15 @@ def test_schedules() -> None:
     assert lr_factor(0.7, OptimConfig(schedule="constant")) == 1.0
 
 
+def test_settings_of_optimisers_arrive() -> None:
+    (adamw,) = make_optimisers(Toy(), OptimConfig(eps=1e-4))
+    assert isinstance(adamw, torch.optim.AdamW) and {group["eps"] for group in adamw.param_groups} == {1e-4}
+    (sgd,) = make_optimisers(Toy(), OptimConfig(name="sgd", lr=0.5))
+    assert isinstance(sgd, torch.optim.SGD) and {group["lr"] for group in sgd.param_groups} == {0.5}
+    with pytest.raises(ValueError, match=r"optim\.eps must lie in \[0, 1\], got -1"):
+        OptimConfig(eps=-1)
+
+
 def test_masters_are_fp32_so_that_small_steps_count() -> None:
     """B22: a norm weight of 1.0, gradient 0.01, lr 1e-3, 50 steps: 0.95 in the master, not 1.0 when exported to bf16."""
     drafter = Toy()

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ..configs.parse import Failure, one_line
 from . import signs
 from .engine import cut, flats_of, is_deepspeed, whole, zero_of
+from .fsdp import full, like
 
 FORMAT = 1
 
@@ -191,7 +192,8 @@ def load(path: Path, drafter: nn.Module, optimisers: list[torch.optim.Optimizer]
             optimiser, group = groups[id(parameter)]
             step_device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
             optimiser.state[parameter] = {
-                kind: value.to(step_device if kind == "step" else parameter.device) for kind, value in kinds.items()
+                kind: value.to(step_device) if kind == "step" else like(value, parameter)
+                for kind, value in kinds.items()
             }
     rng = load_file(path / "rng.safetensors")
     mine = {
@@ -227,7 +229,7 @@ def _optimiser_tensors(
         for group in optimiser.param_groups:
             for parameter in group["params"]:
                 for kind, value in optimiser.state.get(parameter, {}).items():
-                    tensors[f"{names[id(parameter)]}|{kind}"] = value.detach().cpu().clone().contiguous()
+                    tensors[f"{names[id(parameter)]}|{kind}"] = full(value.detach()).cpu().clone().contiguous()
     return tensors
 
 

@@ -28,13 +28,19 @@ from draftsmith.data.batch import Batch, TargetOut
 from draftsmith.data.draft_vocab import choose_draft_ids, count_supervised, coverage
 from draftsmith.data.encode import Sample, encode_all, prompt_ids
 from draftsmith.data.packing import collate
-from draftsmith.inference.capture import capture
+from draftsmith.data.places import Place, inside, place_of
+from draftsmith.data.rolling import open_rolling, reading_order
+from draftsmith.data.states import StateStore
+from draftsmith.inference.capture import capture, state_fields
 from draftsmith.inference.export import export
 from draftsmith.inference.exporters import EXPORTERS
+from draftsmith.inference.exporters.folder import REPLAY
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.speculate import DecodeConfig, generate
 from draftsmith.losses.probs import SamplingParams
 from draftsmith.models import METHODS
+from draftsmith.models.piecewise import refuse_other_states
+from draftsmith.models.placement import together
 from draftsmith.models.target import Target, live_states
 from draftsmith.train import engine
 from draftsmith.train.loop import Summary, train
@@ -47,8 +53,10 @@ from draftsmith.train.script import (
     refuse_other_run,
     run,
     run_facts,
+    say_plan,
     silent,
     target_of,
+    where_it_is,
     write_run_file,
 )
 from draftsmith.train.utilisation import flops_per_token
@@ -98,11 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(config.seed)
     say = print if accelerator.is_main_process else silent
 
-    target = target_of(config, accelerator)
+    target = target_of(config, accelerator, captured_from(config, folder))
     train_talks, heldout_talks = conversations(config)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
-    say(f"target {target.facts.name}, {config.target.dtype}; training data: {report}; held out: {len(heldout_samples)}")
+    say(f"target {target.facts.name}, {where_it_is(target)}; training data: {report}; held out: {len(heldout_samples)}")
 
     drafter, covered = build_drafter(config, target, samples)
     EXPORTERS[config.method].pack(drafter, target)  # what its export can't express is refused now, not after training
@@ -112,14 +120,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     claim(folder, accelerator)
+    say_plan(config, target, samples, accelerator, say)
     if accelerator.is_main_process:
         write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
-    samples, states_of = states(config, target, drafter, samples, folder, "train", accelerator)
-    heldout_samples, heldout_states_of = states(
+    samples, states_of, store = states(config, target, drafter, samples, folder, "train", accelerator)
+    heldout_samples, heldout_states_of, _ = states(
         config, target, drafter, heldout_samples, folder, "heldout", accelerator
     )
-    stream = make_stream(config, samples, accelerator)
+    stream = make_stream(config, samples, accelerator, store)
+    absent = target.placement == "absent"
+    if absent and heldout_talks:
+        say("no probe: it decodes with the target, whose layers are absent")
     prompts = [prompt_ids(t.messages[:-1], target.tokenizer) for t in heldout_talks[: config.evaluate.probe_prompts]]
     heldout = [collate([sample], config.seed) for sample in heldout_samples]
 
@@ -132,16 +144,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder,
         heldout=heldout,
         heldout_states_of=heldout_states_of,
-        probe=speculative_probe(target, prompts, config) if prompts else None,
+        probe=speculative_probe(target, prompts, config) if prompts and not absent else None,
+        together=partial(together, target),
         flops_per_token=flops_per_token(config, target, stream, accelerator, say),
     )
     code = how_it_ended(config, summary, say)
     if code is not None:
         return code
-    if accelerator.is_main_process:
-        if hasattr(drafter, "calibrate"):  # drafters that foresee their own acceptance
+    with together(target):
+        if accelerator.is_main_process and hasattr(drafter, "calibrate"):  # drafters that foresee their own acceptance
             drafter.calibrate(heldout, heldout_states_of)
+    if accelerator.is_main_process:
         place = write_export(drafter, target, folder, config, argv, samples, summary)
+        if not (place / REPLAY).exists():
+            say("the export has no replay for `draftsmith check`: it is made with the target whole in one process")
         say(f"export: {place}\nnext: draftsmith evaluate --model {place}")
     accelerator.wait_for_everyone()
     return 0
@@ -181,6 +197,28 @@ def build_drafter(config: TrainConfig, target: Target, samples: Sequence[Sample]
     return drafter.float(), coverage(counts_V, draft_ids_W)
 
 
+def states_place(config: TrainConfig, folder: Path) -> Place:
+    """Where captured states are."""
+    return place_of(config.states.folder or folder / "states", config.states.cache, config.states.cache_gb)
+
+
+def captured_from(config: TrainConfig, folder: Path) -> str | None:
+    """The fingerprint of the target that states were captured from, where they must say it: no layers, no fingerprint."""
+    if config.target.placement != "absent":
+        return None
+    try:
+        store = StateStore(inside(states_place(config, folder), "train"))
+    except ValueError as error:
+        raise ValueError(
+            f"target.placement=absent reads states captured before: {error}; name their folder, which holds `train` and "
+            "`heldout`, in states.folder"
+        ) from None
+    rounded, _, known_by = store.fields.target.rpartition(":")
+    if rounded:
+        raise ValueError(f"states of a target rounded to {rounded} are read with target.quantize={rounded} alone")
+    return known_by
+
+
 def states(
     config: TrainConfig,
     target: Target,
@@ -189,35 +227,45 @@ def states(
     folder: Path,
     split: str,
     accelerator: Accelerator,
-) -> tuple[list[Sample], Callable[[Batch], TargetOut]]:
-    """The usable samples, and a function that gives the target's states of a batch of them."""
+) -> tuple[list[Sample], Callable[[Batch], TargetOut], StateStore | None]:
+    """The usable samples, a function that gives the target's states of a batch of them, and where they are stored."""
     if drafter.loss_needs <= {"ids"}:  # the text is all: no pass of the target, nothing to capture
-        return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed)
+        return samples, lambda batch: TargetOut(head=target.head, by_head=target.by_head, embed=target.embed), None
     if config.states.source == "captured" and samples:
-        place = Path(config.states.folder).expanduser() if config.states.folder else folder / "states"
         last_hidden, top_k = config.states.keeps(drafter.loss_needs, getattr(drafter.config, "objective", ""))
-        store = capture(
-            target,
-            samples,
-            place / split,
-            taps=drafter.taps,
-            need_last_hidden=last_hidden,
-            batch_tokens=config.states.batch_tokens,
-            progress=accelerator.is_main_process,
-            stored=config.states.stored,
-            last_stored=config.states.last_stored,
-            top_k=top_k,
-            verify=config.states.verify,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-        )
+        kept = (last_hidden, config.states.stored, config.states.last_stored, top_k)
+        place = states_place(config, folder)
+        if config.states.rolling and split == "train":
+            samples = reading_order(samples, config.seed)
+            fields = state_fields(target, samples, drafter.taps, *kept)
+            store = open_rolling(inside(place, split), fields, samples, accelerator.is_main_process)
+        elif target.placement == "absent":
+            fields = state_fields(target, samples, drafter.taps, *kept)
+            store = StateStore(inside(place, split), fields, drafter.taps, last_hidden, samples, top_k)
+            refuse_other_states(target, store, samples)
+        else:
+            store = capture(
+                target,
+                samples,
+                inside(place, split),
+                taps=drafter.taps,
+                need_last_hidden=last_hidden,
+                batch_tokens=config.states.batch_tokens,
+                progress=accelerator.is_main_process,
+                stored=config.states.stored,
+                last_stored=config.states.last_stored,
+                top_k=top_k,
+                verify=config.states.verify,
+                rank=accelerator.process_index,
+                world=accelerator.num_processes,
+            )
 
         def stored(batch: Batch) -> TargetOut:
             return dataclasses.replace(store.fill(batch), head=target.head, by_head=target.by_head, embed=target.embed)
 
-        return store.usable(samples), stored
+        return store.usable(samples), stored, store
 
-    return samples, partial(live_states, target, drafter)
+    return samples, partial(live_states, target, drafter), None
 
 
 def speculative_probe(

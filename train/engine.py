@@ -1,4 +1,4 @@
-"""Processes: one, several by DDP, or several by DeepSpeed ZeRO, through accelerate.
+"""Processes: one, several by DDP, by DeepSpeed ZeRO-1 to 3, or by FSDP2 (train/fsdp.py), through accelerate.
 
 What this file adds to accelerate is refusal: several launchers start one process, or several that do not know of each
 other, without an error. Gradients are summed over processes and micro-batches here, whatever the engine averages.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
 from ..configs.runs import RunConfig
-from . import signs
+from . import fsdp, signs
 
 
 def start(config: RunConfig) -> Accelerator:
@@ -43,6 +43,9 @@ def start(config: RunConfig) -> Accelerator:
         raise ValueError(
             "ACCELERATE_USE_CPU=true switches DeepSpeed off: unset it (DS_ACCELERATOR=cpu is what is needed)"
         )
+    if fsdp.asked():
+        fsdp.refuse_unless_possible(config)
+    refuse_split_rows({})
     accelerator = Accelerator(
         cpu=cpu and not deepspeed,
         kwargs_handlers=handlers,
@@ -62,6 +65,10 @@ def start(config: RunConfig) -> Accelerator:
             )
     if deepspeed and not is_deepspeed(accelerator):
         raise ValueError("the launcher asked for DeepSpeed, accelerate did not start it")
+    if fsdp.asked():
+        if not is_fsdp(accelerator):
+            raise ValueError("the launcher asked for FSDP, accelerate did not start it")
+        fsdp.load_models_whole()
     if config.engine not in ("auto", started := engine_of(accelerator)):
         raise ValueError(
             f"engine={config.engine}, the launcher started {started}: use accelerate launch --config_file "
@@ -80,13 +87,36 @@ def is_deepspeed(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
+def is_fsdp(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.FSDP
+
+
+def refuse_split_rows(settings: dict[str, Any]) -> None:
+    """A row is computed by one process. Raises ValueError where the launcher or a DeepSpeed file asks to split it."""
+    asked = {
+        f"parallelism_config.{name}_size": os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE")
+        for name in ("cp", "sp")
+    }
+    asked["sequence_parallel_size of the DeepSpeed file"] = settings.get("sequence_parallel_size")
+    for name, size in asked.items():
+        if size not in (None, "auto") and int(size) > 1:
+            raise ValueError(
+                f"{name}={size} splits rows over processes; here each is computed by one, for a drafter's steps read all of its "
+                "document, in memory linear in its length: leave it at 1 and set drafter.checkpointing=true, "
+                "drafter.deep_share below 1, or a lower batch.rows or batch.row_length"
+            )
+
+
 def engine_of(accelerator: Accelerator) -> str:
-    """What shares the work: `ddp` (one process, too) or `zero1` to `zero3`."""
+    """What shares the work: `ddp` (one process, too), `zero1` to `zero3`, or `fsdp2`."""
+    if is_fsdp(accelerator):
+        return "fsdp2"
     return f"zero{accelerator.state.deepspeed_plugin.zero_stage}" if is_deepspeed(accelerator) else "ddp"
 
 
 def fill_deepspeed(settings: dict[str, Any], config: RunConfig) -> None:
     """The recipe is the one source of batch size, accumulation and clipping: a DeepSpeed file says the same or `auto`."""
+    refuse_split_rows(settings)
     wanted = {
         "gradient_accumulation_steps": config.batch.accumulate,
         "train_micro_batch_size_per_gpu": 1,  # bookkeeping only: rows are dealt out by the stream
@@ -140,7 +170,14 @@ def wrap(
         load_models_whole()
         share_masters(zero_of(prepared))
         return wrapped, [prepared]
+    if is_fsdp(accelerator):
+        return fsdp.wrap(model, optimisers, accelerator.device), optimisers
     return accelerator.prepare_model(model, evaluation_mode=False), optimisers
+
+
+def until_last(accelerator: Accelerator, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Micro-batches before the last one keep their gradients to themselves, where that costs no memory."""
+    return nullcontext() if last or is_fsdp(accelerator) else accelerator.no_sync(model)
 
 
 def load_models_whole() -> None:
@@ -186,6 +223,7 @@ def cut(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 def whole(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[None]:
     """While open, these are whole in every process, under any engine; every process opens it. With `write`, what the main
     process changes in them stays."""
+    parameters = list(parameters)
     if found := cut(parameters):
         from deepspeed.runtime.zero import GatheredParameters
 
@@ -193,13 +231,15 @@ def whole(parameters: Iterable[nn.Parameter], write: bool = False) -> Iterator[N
         with GatheredParameters(found, modifier_rank=0 if write else None):
             yield
     else:
-        yield
+        with fsdp.whole(parameters, write):
+            yield
 
 
 def put_together(module: nn.Module) -> None:
     """The end of training: parameters are whole from here on, in every process; every process calls it."""
     if found := cut(module.parameters()):
         found[0].all_gather(param_list=found)  # type: ignore[attr-defined]
+    fsdp.put_together(module)
 
 
 def total(accelerator: Accelerator, values: Sequence[float]) -> list[float]:
@@ -272,7 +312,7 @@ def step(accelerator: Accelerator, model: Any, optimisers: list[torch.optim.Opti
     if is_deepspeed(accelerator):
         model.step()
         return float(model.get_global_grad_norm() or 0.0)
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")))
+    norm = float(fsdp.full(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
     if norm == norm and norm != float("inf"):
         for optimiser in optimisers:
             optimiser.step()

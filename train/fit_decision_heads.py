@@ -20,6 +20,7 @@ import torch
 
 from draftsmith.configs.heads import HeadsConfig
 from draftsmith.configs.parse import guarded, parse
+from draftsmith.configs.training import refuse_placed
 from draftsmith.data.encode import Sample, encode_all
 from draftsmith.data.packing import make_batch, pack
 from draftsmith.data.sources import load_conversations
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"the decision heads train in one process: python train/{SCRIPT} ..., or PROCESSES=1 ./launch.sh train/{SCRIPT} ..."
         )
+    refuse_placed(config.target)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     target = load_target(
         config.target.name,

@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -146,6 +146,7 @@ def train(
     probe: Callable[[nn.Module, Callable[[], bool]], dict[str, float]] | None = None,
     evaluate_first: bool = False,
     judge: Judge = by_run_length,
+    together: Callable[[], AbstractContextManager[None]] = nullcontext,
     flops_per_token: float | None = None,
 ) -> Summary:
     """Train `drafter` until the budget is used, a signal or the judge ends it, or too many steps in a row had to be skipped.
@@ -153,6 +154,7 @@ def train(
     `states_of` gives the target's states of a batch. `heldout`: batches of held-out conversations, the same list in
     every process. `probe(drafter, stop)`: a real run of the decoder, on the main process. `evaluate_first`: figures of step 0
     too (`state.first`), what a run is to be held against. `judge(state, figures)`: which step is best, and whether to go on.
+    `together`: holds passes of the target of which processes make different numbers (models/placement.py).
     `flops_per_token`: what a step multiplies, for the log (train/utilisation.py).
     Every process calls this.
     Raises ValueError when the run folder holds a run with other settings, RuntimeError after MAX_SKIPS skips in a row.
@@ -180,7 +182,12 @@ def train(
 
     def save() -> None:
         checkpoint.save(folder / "checkpoints", state, settings, drafter, optimisers, accelerator, config.save.keep)
+        if rolling is not None:
+            rolling.saved(state.epoch, state.window)
 
+    rolling = stream.rolling
+    if rolling is not None:
+        rolling.saved(state.epoch, state.window)  # where this launch begins
     summary = Summary(state)
     last_save, rate = time.monotonic(), 0.0
     logged: dict[str, tuple[float, float]] = {}
@@ -207,12 +214,15 @@ def train(
             with engine.whole(drafter.parameters()):
                 for kind in kinds:
                     if kind == "heldout":
-                        found[kind] = evaluate(module, heldout, heldout_states_of or states_of, accelerator, stop)
+                        found[kind] = evaluate(
+                            module, heldout, heldout_states_of or states_of, accelerator, stop, together
+                        )
                         continue
                     figures: dict[str, float] = {}
-                    if probe is not None and accelerator.is_main_process:
-                        figures = probe(drafter, stop.asked)
-                        drafter.train()
+                    with together():
+                        if probe is not None and accelerator.is_main_process:
+                            figures = probe(drafter, stop.asked)
+                            drafter.train()
                     found[kind] = engine.shared(accelerator, figures)
             (stopped,) = engine.total(accelerator, [float(stop.signal)])
             if stopped:
@@ -272,6 +282,8 @@ def train(
             local = [drafter.denominators(b, min(used, 1.0)) for b in batches]  # type: ignore[operator]
             names = sorted(local[0])
             save_due = accelerator.is_main_process and time.monotonic() - last_save > config.save.minutes * 60
+            save_due |= rolling is not None and rolling.due(state.epoch, state.window)
+            unready = rolling is not None and not rolling.ready(state.epoch, state.window)
             clock.mark("update")  # here: what processes tell each other
             sums = engine.total(
                 accelerator,
@@ -280,10 +292,11 @@ def train(
                     sum(int((b.samples_BT >= 0).sum()) for b in batches),
                     float(stop.signal),
                     float(save_due),
+                    float(unready),
                 ],
             )
             clock.mark(None)
-            counts, (tokens, stopped, due) = dict(zip(names, sums[:-3], strict=True)), sums[-3:]
+            counts, (tokens, stopped, due, waiting) = dict(zip(names, sums[:-4], strict=True)), sums[-4:]
 
             # 5. Save at rest: between steps, where a few integers say all. The end of the budget always saves.
             ending = bool(stopped) or state.done or stop_here
@@ -297,6 +310,9 @@ def train(
             if ending:
                 summary.signal = stop.signal or (signal.SIGTERM if stopped else 0)
                 break
+            if rolling is not None and waiting:  # for states that are captured meanwhile
+                rolling.wait(state.epoch, state.window)
+                continue
 
             # 6. Learning rate of this step: by the share of the budget that will be used once it is done.
             used_after = budget_used(config.budget, state, total_steps, 1, int(tokens), rate)
@@ -319,7 +335,7 @@ def train(
                             batch = rewrite(batch, min(used, 1.0))
                     target_out = states_of(batch)
                 clock.mark("drafter")
-                with accelerator.no_sync(model) if not last else nullcontext():
+                with engine.until_last(accelerator, model, last):
                     part, pairs = model(batch, target_out, min(used, 1.0), counts)
                     clock.mark("update")
                     share, stopped = engine.total(accelerator, [float(part.detach()), float(stop.signal)])
@@ -425,6 +441,7 @@ def evaluate(
     states_of: Callable[[Batch], TargetOut],
     accelerator: Accelerator,
     stop: Stop,
+    together: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, float]:
     """Held-out metrics, teacher-forced, summed over processes; each batch is one conversation.
 
@@ -435,13 +452,14 @@ def evaluate(
     """
     module.drafter.eval()
     mine: dict[str, tuple[float, float]] = {}
-    for i in range(accelerator.process_index, len(batches), accelerator.num_processes):
-        if stop.asked():
-            break
-        batch = batches[i].to(accelerator.device)
-        counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]
-        _, metrics = module(batch, states_of(batch), 1.0, counts)
-        mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
+    with together():
+        for i in range(accelerator.process_index, len(batches), accelerator.num_processes):
+            if stop.asked():
+                break
+            batch = batches[i].to(accelerator.device)
+            counts = module.drafter.denominators(batch, 1.0)  # type: ignore[operator]
+            _, metrics = module(batch, states_of(batch), 1.0, counts)
+            mine |= {f"{i} {name}": (float(v), float(n)) for name, (v, n) in metrics.items()}
     module.drafter.train()
     (stopped,) = engine.total(accelerator, [float(stop.signal)])
     everything = engine.total_pairs(accelerator, mine)

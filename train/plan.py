@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..configs import consistency, diffusion
@@ -31,11 +31,11 @@ from ..models import METHODS
 from ..models.outline import load_config
 from .distill_draft import read_config as read_draft
 from .plan_devices import DEVICES, USUAL_SHARE, Device, device_of, step_seconds
-from .plan_memory import Engine, Placement, Term, largest, most_rows, total
-from .plan_run import Plan, Text, Work, make_plan, text_of
+from .plan_memory import ENGINES, Placement, Term, largest, most_rows, total
+from .plan_run import Plan, Work, count, make_plan, size, text_of
 
 GB = 1e9
-MOST_TOKENS = 2**16  # of a micro-batch on one device: larger ones are not looked for
+MOST_TOKENS = 2**15  # of a micro-batch on one device: larger ones are not looked for
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,6 @@ class PlanConfig:
     """Devices of a node."""
     nodes: int = 1
     """Nodes."""
-    engine: Engine = "ddp"
-    """How the drafter is spread over devices: ddp, or DeepSpeed's ZeRO stages."""
     placement: Placement = "replicated"
     """Where the frozen target is: whole on every device; sharded over them; on devices of its own; in 4 (nf4) or 8 bits
     (int8); or absent, its states captured elsewhere before."""
@@ -138,12 +136,12 @@ def read_run(argv: Sequence[str]) -> RunConfig:
 def run_plan(config: PlanConfig, argv: Sequence[str]) -> int:
     """Plan, print, and return the exit code."""
     run = read_run(argv)
-    _, target = load_config(run.target.name, run.target.revision)
-    text = text_of(run, target.vocab_size, config.samples, config.tokens, config.supervised)
     refuse_placement(run, config.placement)
+    name, target = load_config(run.target.name, run.target.revision)
+    text = text_of(run, target.vocab_size, config.samples, config.tokens, config.supervised)
     rows = math.ceil(run.batch.rows / config.world)
-    work = Work(run, target, text, config.world)
-    plan = make_plan(work, rows, config.engine, config.placement)
+    work = Work(run, name, target, text, config.world)
+    plan = make_plan(work, rows, work.engine, config.placement, config.gpu is None)
     fits = None if config.room is None else plan.peak <= config.room
     most = largest_micro_batch(work, plan, config) if config.room is not None else None
     ways = what_would(work, plan, config) if fits is False else []
@@ -171,26 +169,28 @@ def refuse_placement(run: RunConfig, placement: Placement) -> None:
 def largest_micro_batch(work: Work, plan: Plan, config: PlanConfig) -> int:
     """Rows of a device; 0 where not even one fits."""
     assert config.room is not None
-    room, known = config.room, {plan.rows: plan.peak}
+    known = {plan.rows: plan.peak}
 
-    def fits(rows: int) -> bool:
+    def peak(rows: int) -> int:
         if rows not in known:
-            known[rows] = make_plan(work, rows, config.engine, config.placement).peak
-        return known[rows] <= room
+            known[rows] = make_plan(work, rows, work.engine, config.placement, config.gpu is None).peak
+        return known[rows]
 
-    return most_rows(fits, max(MOST_TOKENS // work.run.batch.row_length, 1))
+    return most_rows(peak, config.room, max(MOST_TOKENS // work.run.batch.row_length, 1))
 
 
 def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
     """Changes that would make the run fit, one each, then together with one row a device."""
     assert config.room is not None
-    room, one = config.room, plan if plan.rows == 1 else make_plan(work, 1, config.engine, config.placement)
-    engines: list[Engine] = [config.engine]
-    engines += [e for e in ("zero2", "zero3") if config.world > 1 and e != config.engine]  # type: ignore[misc]
+    room, one = (
+        config.room,
+        plan if plan.rows == 1 else make_plan(work, 1, work.engine, config.placement, config.gpu is None),
+    )
+    engines = [work.engine, *(e for e in ENGINES if config.world > 1 and e != work.engine)]
     found: list[str] = []
     for place in ("replicated", "sharded", "own", "nf4", "absent"):
         try:
-            refuse_placement(work.run, place)  # type: ignore[arg-type]
+            refuse_placement(work.run, place)
         except ValueError:
             continue
         if place == "sharded" and config.world == 1:
@@ -198,9 +198,9 @@ def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
         for engine in engines:
             for of in (plan, one):
                 changed = {"placement": place} if place != config.placement else {}
-                changed |= {"engine": engine} if engine != config.engine else {}
+                changed |= {"engine": engine} if engine != work.engine else {}
                 changed |= {"rows a device": "1"} if of.rows != plan.rows else {}
-                peak = of.again(engine, place).peak  # type: ignore[arg-type]
+                peak = of.again(engine, place).peak
                 if changed and peak <= room:
                     found.append(f"{', '.join(f'{k}={v}' for k, v in changed.items())}: {peak / GB:.2f} GB")
                     break
@@ -219,21 +219,6 @@ def hours_of(plan: Plan, config: PlanConfig) -> dict[str, float]:
     return {} if training is None else {"capture": capture, "training": training, "step_seconds": update}
 
 
-def size(number: float) -> str:
-    """Bytes, for people."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= factor:
-            return f"{number / factor:.2f} {unit}"
-    return f"{number / 1e3:.1f} kB"
-
-
-def count(number: float) -> str:
-    for unit, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
-        if number >= factor:
-            return f"{number / factor:.2f} {unit}"
-    return f"{number / 1e6:.2f} M"
-
-
 def table(terms: Sequence[Term]) -> list[str]:
     width = max(len(term.name) for term in terms)
     return [f"  {term.name:<{width}}  {size(term.bytes):>9}  {term.formula}" for term in terms]
@@ -244,14 +229,16 @@ def lines(plan: Plan, config: PlanConfig, fits: bool | None, most: int | None, w
     run, numbers, work = plan.work.run, plan.numbers, plan.work
     biggest = largest(plan.terms)
     out = [
-        f"{run.method} for {plan.target}: {numbers.trained:,} trained numbers, {numbers.target:,} frozen",
+        f"{run.method} for {work.name}: {numbers.trained:,} trained numbers, {numbers.target:,} frozen",
         f"batch: {run.batch.rows} rows of {run.batch.row_length:,} tokens x {run.batch.accumulate} a step, {plan.rows} "
         f"{'row' if plan.rows == 1 else 'rows'} a device, {plan.supervised:,} tokens of them supervised ({work.text.said})",
-        f"memory of a device, {plan.moment} ({config.engine}, target {config.placement}, {config.world} "
+        f"memory of a device, {plan.moment} ({work.engine}, target {config.placement}, {config.world} "
         f"{'device' if config.world == 1 else 'devices'}):",
         *table(plan.terms),
-        f"  {'total':<8}{size(plan.peak):>13}; other moments: "
-        + ", ".join(f"{name} {size(total(terms))}" for name, terms in plan.moments.items() if name != plan.moment),
+        f"  total {size(plan.peak)}"
+        + "".join(
+            f"; when {name}: {size(total(terms))}" for name, terms in plan.moments.items() if name != plan.moment
+        ),
         f"largest term: {biggest.name}, {size(biggest.bytes)} = {biggest.formula}",
         f"largest tensor: {plan.step.largest_is}, {size(plan.step.largest)}",
         *disk_lines(plan),
@@ -312,13 +299,14 @@ def as_json(plan: Plan, config: PlanConfig, fits: bool | None, most: int | None,
     both = hours["capture"] + hours["training"] if hours else None
     return {
         "method": plan.work.run.method,
-        "target": plan.target,
+        "target": plan.work.name,
         "trained": plan.numbers.trained,
         "frozen": plan.numbers.target,
         "rows": plan.rows,
         "memory": {term.name: term.bytes for term in plan.terms},
         "formulas": {term.name: term.formula for term in plan.terms},
         "moment": plan.moment,
+        "moments": {name: total(terms) for name, terms in plan.moments.items()},
         "peak": plan.peak,
         "largest_term": largest(plan.terms).name,
         "largest_tensor": [plan.step.largest_is, plan.step.largest],
@@ -339,6 +327,3 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("no recipe: draftsmith plan RECIPE [key=value ...], for example configs/eagle3_smollm2.yaml")
     config, rest = split(argv)
     return run_plan(config, rest)
-
-
-__all__ = ["PlanConfig", "Text", "main", "replace", "run_plan"]

@@ -13,11 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Engine = Literal["ddp", "zero1", "zero2", "zero3"]
 Placement = Literal["replicated", "sharded", "own", "nf4", "int8", "absent"]
-BUCKET = (
-    50_000_000  # numbers in the buffer in which DeepSpeed reduces gradients (configs/deepspeed: `reduce_bucket_size`)
-)
+BUCKET = 50_000_000  # numbers in which DeepSpeed reduces gradients (configs/deepspeed, `reduce_bucket_size`)
 NF4_BITS = 4.127  # QLoRA, arXiv:2305.14314, section 3: 4 bits, and 0.127 of constants that are quantised themselves
 INT8_BITS = 8.0  # LLM.int8, arXiv:2208.07339; a scale per row is left out
 
@@ -58,7 +55,7 @@ class Term:
 class Numbers:
     """What a recipe trains and keeps fixed, in numbers and bytes. `target_matrices`: numbers of the target's that
     quantisation rounds (projections inside the layers); `ends`: bytes of its embedding and head; `layer`: bytes of its
-    largest layer; `moments`: numbers that the optimiser keeps."""
+    largest layer; `moments`: numbers that the optimiser keeps; `head`: numbers of the target's head."""
 
     trained: int
     fixed_bytes: int
@@ -68,6 +65,7 @@ class Numbers:
     ends: int
     layer: int
     moments: int
+    head: int
 
 
 def share(whole: int, divided: bool, devices: int) -> int:
@@ -118,7 +116,7 @@ def device_memory(
         )
     kept_gradients = split.gradients and devices > 1
     gradients = share(4 * n, True, devices) if kept_gradients else parts["gradients"]
-    note = "" if gradients == 4 * n or kept_gradients else ", those that are there at the peak"
+    note = "" if gradients == 4 * n or kept_gradients else ", as far as they are there when most is held"
     terms.append(Term("gradients", gradients, f"4 bytes x {n:,} trained numbers{spread(kept_gradients)}{note}"))
     if split.bucket and devices > 1:
         terms.append(Term("engine bucket", 4 * BUCKET, f"4 bytes x {BUCKET:,} (reduce_bucket_size)"))
@@ -134,7 +132,7 @@ def device_memory(
         ),
         Term("workspace", parts["workspace"], "made and freed within the pass"),
     ]
-    return [term for term in terms if term.bytes]
+    return [term for term in terms if term.bytes or term.name == "gradients"]
 
 
 def saving_memory(terms: Sequence[Term], numbers: Numbers) -> list[Term]:
@@ -147,6 +145,14 @@ def saving_memory(terms: Sequence[Term], numbers: Numbers) -> list[Term]:
     ]
 
 
+def packed_memory(numbers: Numbers) -> Term:
+    """What decoding on a CPU in bf16 adds from the first probe on (models/lean.py)."""
+    packed = numbers.target_matrices + numbers.head
+    return Term(
+        "packed target", 2 * packed, f"2 bytes x {packed:,} numbers of projections and head, in a processor's order"
+    )
+
+
 def total(terms: Sequence[Term]) -> int:
     return sum(term.bytes for term in terms)
 
@@ -155,17 +161,22 @@ def largest(terms: Sequence[Term]) -> Term:
     return max(terms, key=lambda term: term.bytes)
 
 
-def most_rows(fits: Callable[[int], bool], most: int) -> int:
-    """The largest count of 1 .. `most` that fits (what is larger does not), 0 if none does."""
-    if not fits(1):
+def most_rows(peak: Callable[[int], int], room: float, most: int) -> int:
+    """The largest count of 1 .. `most` whose peak fits the room while one more does not; 0 if none does. Bytes grow about
+    evenly with rows, so that the second guess is nearly always right."""
+    if peak(1) > room:
         return 0
-    low = 1
-    while low < most and fits(min(2 * low, most)):
-        low = min(2 * low, most)
-    high = min(2 * low, most + 1)
+    low, high = 1, most + 1  # fits; does not, or is not looked at
+    guess = 2
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        guess = min(max(guess, low + 1), high - 1)
+        if peak(guess) <= room:
+            low = guess
+        else:
+            high = guess
+        slope = max((peak(low) - peak(1)) / (low - 1) if low > 1 else peak(guess) - peak(1), 1)
+        next_guess = int(low + (room - peak(low)) / slope)
+        guess = next_guess if low < next_guess < high else low + 1 if next_guess <= low else high - 1
     return low
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,24 +19,27 @@ from ..configs.runs import RunConfig
 from ..configs.training import OptimConfig, TrainConfig
 from ..data.batch import Batch
 from ..data.encode import Sample, encode_all
+from ..data.formats import top_bytes
 from ..data.packing import make_batch
-from ..data.states import ROW_BYTES, SHARD_TOKENS
+from ..data.states import FORMAT, ROW_BYTES, SHARD_TOKENS, StateFields, estimate
 from ..models import METHODS
 from ..models.adapters import Adapters
 from ..models.block_diffusion import BlockDiffusion, CertaintyForcing
 from ..models.consistency import Consistency
+from ..models.lean import PACK_BYTES, packs
 from ..models.loading import load_tokenizer
 from ..models.on_policy import OnPolicy
 from ..models.outline import Outline, outline_target
 from ..models.target import DTYPES, Target
 from .plan_memory import (
     Disk,
-    Engine,
     Numbers,
     Placement,
     Term,
     checkpoint_bytes,
     device_memory,
+    largest,
+    packed_memory,
     saving_memory,
     target_bytes,
     total,
@@ -126,9 +128,15 @@ class Work:
     """What is planned: the recipe, its target's config, its data, and how many devices share a micro-batch."""
 
     run: RunConfig
+    name: str
     config: Any
     text: Text
     world: int
+
+    @property
+    def engine(self) -> str:
+        """That of the recipe; `auto` is ddp until a launcher says otherwise."""
+        return "ddp" if self.run.engine == "auto" else self.run.engine
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,6 @@ class Plan:
     """`moments`: a device's components at each moment when much is held; the one that holds most is `moment`."""
 
     work: Work
-    target: str
     rows: int
     supervised: int
     numbers: Numbers
@@ -166,13 +173,13 @@ class Plan:
         """Of one optimiser step of one device."""
         return self.step.flops * self.work.run.batch.accumulate
 
-    def again(self, engine: Engine, placement: Placement) -> Plan:
+    def again(self, engine: str, placement: Placement) -> Plan:
         """The same micro-batch, spread otherwise."""
         moments = moments_of(self.work, self.numbers, self.step, engine, placement, self.capture_pass, self.one_memory)
         return replace(self, moments=moments)
 
 
-def make_plan(work: Work, rows: int, engine: Engine, placement: Placement, one_memory: bool = True) -> Plan:
+def make_plan(work: Work, rows: int, engine: str, placement: Placement, one_memory: bool = True) -> Plan:
     """Trace one micro-batch of `rows` rows on shapes, and add up. `one_memory`: weights and checkpoints' copies share one
     memory, as on CPUs. Raises ValueError for what the recipe's own script would refuse."""
     run = work.run
@@ -180,10 +187,9 @@ def make_plan(work: Work, rows: int, engine: Engine, placement: Placement, one_m
     several = run.batch.accumulate > 1 or work.world > 1
     built, step, weights = trace(lambda outline: build(work, outline), batch, run.precision, kept_gradients=several)
     numbers = numbers_of(built, weights, run.optim)
-    capture_pass, capture_flops = capture_of(work, built) if built.stored else (0, None)
+    capture_pass, capture_flops = capture_of(work, built) if built.fields is not None else (0, None)
     return Plan(
         work,
-        run.target.name,
         rows,
         int(batch.supervised_BT.sum()),
         numbers,
@@ -202,15 +208,34 @@ def build(work: Work, outline: Outline) -> Built:
     """What the recipe's script builds, of shapes."""
     run = work.run
     with outline.counted_as("target"):
-        target = outline_target(work.config, run.target.name, run.target.dtype)
+        target = outline_target(work.config, work.name, run.target.dtype)
     with outline.counted_as("fixed"):
         if isinstance(run, TrainConfig):
             drafter = build_drafter(run, target)
-            needs = drafter.loss_needs
-            stored = run.states.source == "captured" and not needs <= {"ids"}
-            return Built(target, drafter.train(), drafter.taps, needs, stored)
-        module = build_inside(run, target).train()
-        return Built(target, module, (), frozenset({"ids"}), False)
+            stored = run.states.source == "captured" and not drafter.loss_needs <= {"ids"}
+            return Built(target, drafter.train(), drafter.loss_needs, fields_of(run, drafter) if stored else None)
+        return Built(target, build_inside(run, target).train(), frozenset({"ids"}), None)
+
+
+def fields_of(run: TrainConfig, drafter: Any) -> StateFields:
+    """What captured states of this recipe hold; what they are compared by is left empty."""
+    last_hidden, top_k = run.states.keeps(drafter.loss_needs, getattr(drafter.config, "objective", ""))
+    return StateFields(
+        format=FORMAT,
+        target="",
+        tokenizer="",
+        template="",
+        dtype=run.target.dtype,
+        length=run.data.max_length,
+        data="",
+        width=drafter.facts.width,
+        vocab=drafter.facts.vocab,
+        taps=drafter.taps,
+        stored=run.states.stored if drafter.taps else "none",
+        last_hidden=last_hidden,
+        last_stored=run.states.last_stored,
+        top_k=top_k,
+    )
 
 
 def build_drafter(run: TrainConfig, target: Target) -> Any:
@@ -249,12 +274,15 @@ def numbers_of(built: Built, weights: dict[str, int], optim: OptimConfig) -> Num
         ends=sum(x.numel() * x.element_size() for x in ends.values()),
         layer=max(sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers),
         moments=moment_numbers(built.module, optim),
+        head=target.head_weight.numel(),
     )
 
 
 def moment_numbers(module: nn.Module, optim: OptimConfig) -> int:
-    """AdamW keeps two for each trained number, Muon one (train/optimiser.py says which is whose)."""
+    """AdamW keeps two for each trained number, Muon one, SGD none (train/optimiser.py says which is whose)."""
     kept = 0
+    if optim.name == "sgd":
+        return kept
     for name, p in module.named_parameters():
         if p.requires_grad:
             muon = optim.name == "muon" and p.ndim == 2 and "head" not in name and "embed" not in name
@@ -269,13 +297,13 @@ def capture_of(work: Work, built: Built) -> tuple[int, int]:
     length = min(run.data.max_length, run.batch.row_length)
     rows = max(run.states.batch_tokens // length, 1)
     outline = Outline()
-    with outline, torch.no_grad():
+    with torch.random.fork_rng([]), outline, torch.no_grad():
         with outline.counted_as("target"):
-            target = outline_target(work.config, run.target.name, run.target.dtype)
+            target = outline_target(work.config, work.name, run.target.dtype)
         outline.measure()
         held = outline.peak
         ids_BT, positions_BT = torch.zeros(rows, length, dtype=torch.int64), torch.arange(length).expand(rows, length)
-        out = target.forward(ids_BT, positions_BT, taps=built.taps)
+        out = target.forward(ids_BT, positions_BT, taps=() if built.fields is None else built.fields.taps)
         states = [x for x in (out.taps_BTPD, out.last_hidden_BTD) if x is not None]
         by_pass = outline.flops
         if work.config.vocab_size:
@@ -291,7 +319,7 @@ def moments_of(
     work: Work,
     numbers: Numbers,
     step: Step,
-    engine: Engine,
+    engine: str,
     placement: Placement,
     capture_pass: int,
     one_memory: bool,
@@ -300,6 +328,10 @@ def moments_of(
     moments = {"training": training}
     if one_memory:
         moments["saving"] = saving_memory(training, numbers)
+        if probes_packed(work.run, numbers):
+            moments["saving"].append(packed_memory(numbers))
+            if work.run.evaluate.probe_every:
+                training.append(packed_memory(numbers))
     if capture_pass and placement != "absent":
         run = work.run
         assert isinstance(run, TrainConfig)
@@ -309,23 +341,41 @@ def moments_of(
         shard = 2 * SHARD_TOKENS * step.token_bytes if one_memory else 0
         own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.world)
         drafter = [t for t in training if t.name == "drafter"] if one_memory else []
-        moments["capture"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
+        moments["capturing"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
     return moments
+
+
+def probes_packed(run: RunConfig, numbers: Numbers) -> bool:
+    """Whether the probe of a drafter decodes by packed copies of the target's weights, on this CPU."""
+    small = 2 * numbers.target_matrices <= PACK_BYTES
+    drafter = isinstance(run, TrainConfig) and run.evaluate.probe_prompts > 0 and run.evaluate.conversations > 0
+    return drafter and small and packs(torch.zeros(0, dtype=DTYPES[run.target.dtype]))
 
 
 def disk_of(work: Work, built: Built, numbers: Numbers) -> Disk | None:
     run, text = work.run, work.text
     if text.tokens is None:
         return None
-    each = built.token_bytes
-    rows = ROW_BYTES * text.tokens if built.stored else 0
+    states, rows = stored_bytes(text, built)
     dtype = DTYPES[run.target.dtype].itemsize
     model = sum(p.numel() for p in built.target.model.parameters())
     export = dtype * model if isinstance(run, ConsistencyRun) else 4 * numbers.trained
     if isinstance(run, TrainConfig):
         export = dtype * numbers.trained + numbers.fixed_bytes
-    heldout = text.heldout * (each + ROW_BYTES) if built.stored else 0
-    return Disk(text.tokens * each, rows + heldout, checkpoint_bytes(numbers), run.save.keep + 1, export)
+    return Disk(states, rows, checkpoint_bytes(numbers), run.save.keep + 1, export)
+
+
+def stored_bytes(text: Text, built: Built) -> tuple[int, int]:
+    """Of captured states: shards' states, and what stands beside them; of the held-out data, both."""
+    if built.fields is None or text.tokens is None:
+        return 0, 0
+    fields, told = built.fields, top_bytes(built.fields.top_k, built.fields.vocab) if built.fields.top_k else 0
+    if text.samples:
+        states, rest = estimate(text.samples, fields)
+    else:
+        states = text.tokens * fields.token_bytes + math.ceil(text.tokens / SHARD_TOKENS) * fields.shard_bytes
+        rest = round(text.tokens * (ROW_BYTES + text.supervised * told))
+    return states, rest + round(text.heldout * (fields.token_bytes + ROW_BYTES + text.supervised * told))
 
 
 def notes_of(run: RunConfig) -> tuple[str, ...]:
@@ -338,3 +388,34 @@ def notes_of(run: RunConfig) -> tuple[str, ...]:
     if run.budget.minutes is not None:
         notes.append("budget.minutes: steps depend on the machine")
     return tuple(notes)
+
+
+def size(number: float) -> str:
+    """Bytes, for people."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number / 1e3:.1f} kB"
+
+
+def count(number: float) -> str:
+    """A large number, for people."""
+    for unit, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if number >= factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number / 1e6:.2f} M"
+
+
+def short_form(work: Work, engine: str, one_memory: bool) -> list[str]:
+    """What training scripts say before they start."""
+    rows = math.ceil(work.run.batch.rows / work.world)
+    plan = make_plan(work, rows, engine, "replicated", one_memory)
+    biggest = largest(plan.terms)
+    parts = sorted(plan.terms, key=lambda term: -term.bytes)[:3]
+    disk = f"disk {size(plan.disk.total)}, " if plan.disk else ""
+    steps = f"{plan.steps:,} steps of " if plan.steps else "a step "
+    return [
+        f"plan: {size(plan.peak)} a device when {plan.moment}: {', '.join(f'{t.name} {size(t.bytes)}' for t in parts)}, ...",
+        f"plan: largest term {biggest.name} = {biggest.formula}",
+        f"plan: {disk}{steps}{count(plan.step_flops * work.world)}FLOP (all of it: draftsmith plan RECIPE)",
+    ]

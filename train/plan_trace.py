@@ -14,36 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import Batch, TargetOut
+from ..data.batch import Batch, Likeliest, TargetOut
+from ..data.formats import handed_out
+from ..data.states import StateFields
 from ..models.outline import Held, Outline
 from ..models.target import Target, live_states
 from .loop import LossModule
 
-STORED = torch.bfloat16  # what captured states are kept in
 RENAMED = {("activations", "losses.distill"): "teacher"}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "int64", torch.bool: "bool"}
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a recipe trains, made of shapes: `module` as the loop wants it, and the target's states of a batch. `taps` and
-    `needs` as the drafter's; `stored`: the states were captured before, and no target runs beside the drafter."""
+    """What a recipe trains, made of shapes: `module` as the loop wants it, what its loss `needs`, and the `fields` of states
+    that were captured before (None: the target runs in the step, or the text is all)."""
 
     target: Target
     module: Any
-    taps: tuple[int, ...]
     needs: frozenset[str]
-    stored: bool
+    fields: StateFields | None
 
     @property
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if p.requires_grad]
-
-    @property
-    def token_bytes(self) -> int:
-        """Of the states of one token, as captured."""
-        last = bool({"last_hidden", "teacher"} & self.needs)
-        return (len(self.taps) + last) * self.target.facts.width * STORED.itemsize if self.stored else 0
 
 
 @dataclass(frozen=True)
@@ -67,14 +61,20 @@ def states_of(built: Built, batch: Batch) -> TargetOut:
     heads: dict[str, Any] = {"head": target.head, "by_head": target.by_head, "embed": target.embed}
     if needs <= {"ids"}:
         return TargetOut(**heads)
-    if not built.stored:
+    fields = built.fields
+    if fields is None:
         return live_states(target, built.module, batch)
-    width, dtype, last = target.facts.width, STORED, bool({"last_hidden", "teacher"} & needs)
+    likeliest = None
+    if fields.top_k:
+        ids_BTK = torch.zeros(b, t, fields.top_k, dtype=torch.int32)
+        likeliest = Likeliest(ids_BTK, torch.zeros(ids_BTK.shape), torch.zeros(b, t))
+    taps, last = handed_out(fields.stored), handed_out(fields.last_stored)
     return TargetOut(
-        torch.zeros(b, t, len(built.taps), width, dtype=dtype) if built.taps else None,
-        torch.zeros(b, t, width, dtype=dtype) if last else None,
+        torch.zeros(b, t, len(fields.taps), fields.width, dtype=taps) if fields.taps else None,
+        torch.zeros(b, t, fields.width, dtype=last) if fields.last_hidden else None,
         torch.zeros(b, t),
         torch.full((b, t), -1, dtype=torch.int64),
+        likeliest=likeliest,
         **heads,
     )
 
@@ -88,7 +88,7 @@ def trace(
     `kept_gradients`: gradients are there before (several micro-batches a step, or an engine that keeps room for them).
     """
     outline = Outline(RENAMED)
-    with outline:
+    with torch.random.fork_rng([]), outline:  # small tensors are drawn for real
         built = build(outline)
         for parameter in built.trained:
             outline.move(parameter, "trained")
@@ -104,9 +104,11 @@ def trace(
             outline.measure()
             with outline.counted_as("workspace"), torch.no_grad():
                 out = states_of(built, batch)
-            for x in (out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv)):
-                if x is not None:
-                    outline.move(x, "states")
+            told = () if out.likeliest is None else vars(out.likeliest).values()
+            given = (*told, out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv))
+            for state in given:
+                if state is not None:
+                    outline.move(state, "states")
             target_flops = outline.flops
             counts = built.module.denominators(batch, 0.0)
             with outline.counted_as("activations"), nullcontext() if backward else torch.no_grad():
@@ -128,7 +130,7 @@ def trace(
         most_of(kept, letters),
         outline.flops,
         target_flops,
-        built.token_bytes,
+        0 if built.fields is None else built.fields.token_bytes,
     )
     return built, step, weights
 
@@ -157,11 +159,13 @@ def said(held: Held, letters: dict[int, str]) -> str:
 
 
 def most_of(kept: Sequence[Held], letters: dict[int, str]) -> str:
-    """The group of equal tensors that takes most room: `7 x fp32 [W 8192, D 512] of new_grads (...)`."""
+    """What one function keeps that keeps most: `28 tensors of 480 MB, such as fp32 [...] of attend (...)`."""
     groups: dict[tuple[Any, ...], list[Held]] = {}
     for held in kept:
-        groups.setdefault((held.shape, held.dtype, held.place), []).append(held)
+        groups.setdefault((held.dtype, held.place), []).append(held)
     if not groups:
         return ""
     group = max(groups.values(), key=lambda one: sum(held.bytes for held in one))
-    return f"{len(group)} x {said(group[0], letters)}"
+    count, bytes_ = len(group), sum(held.bytes for held in group)
+    top = max(group, key=lambda held: held.bytes)
+    return f"{count} {'tensor' if count == 1 else 'tensors'} of {bytes_ / 1e6:,.1f} MB, such as {said(top, letters)}"

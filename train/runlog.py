@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..configs.parse import flatten
 from ..configs.runs import RunConfig
-from ..data.states import write_atomically
+from ..data.places import write_atomically
 from ..inference.card import scrub_values
 
 

@@ -27,17 +27,23 @@ from ..configs.parse import Failure, guarded, one_line
 from ..configs.runs import RunConfig
 from ..configs.training import TrainConfig, differing
 from ..data.encode import Sample
+from ..data.places import write_atomically
+from ..data.rolling import reading_blocks, shards_of_windows
 from ..data.sources import Conversation, load_conversations
-from ..data.states import data_fingerprint, write_atomically
+from ..data.states import StateStore, data_fingerprint
 from ..inference.card import scrub_values
 from ..inference.exporters.layout import RunFacts
-from ..models.loading import load_target
+from ..models.loading import load_target, load_tokenizer
+from ..models.piecewise import load_placed
+from ..models.placement import bytes_here, share_of_devices
 from ..models.target import Target
 from . import checkpoint, signs
+from .engine import engine_of
 from .loop import Summary
 from .stream import Stream
 
 GONE = "another process of this training is gone"
+NEEDS_NO_PLAN = 10_000_000  # numbers of a target
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed", "safetensors")
 
 
@@ -72,9 +78,17 @@ def conversations(config: RunConfig) -> tuple[list[Conversation], list[Conversat
     return [t for t in talks if id(t) not in names], held
 
 
-def make_stream(config: RunConfig, samples: Sequence[Sample], accelerator: Accelerator) -> Stream:
-    """This process's share of the training data, in the order that the recipe says."""
-    return Stream(
+def make_stream(
+    config: RunConfig, samples: Sequence[Sample], accelerator: Accelerator, store: StateStore | None = None
+) -> Stream:
+    """This process's share of the training data, in the order that the recipe says, or in that of a rolling capture.
+
+    Raises:
+        ValueError: a rolling capture keeps too little for this recipe, or the budget asks for more than one pass.
+    """
+    rolling = None if store is None else store.rolling
+    blocks, shard_of = reading_blocks(samples) if rolling is not None else (None, [])
+    stream = Stream(
         samples,
         row_length=config.batch.row_length,
         rows=config.batch.rows,
@@ -82,20 +96,69 @@ def make_stream(config: RunConfig, samples: Sequence[Sample], accelerator: Accel
         seed=config.seed,
         rank=accelerator.process_index,
         world=accelerator.num_processes,
+        blocks=blocks,
+        rolling=rolling,
+    )
+    if rolling is not None:
+        if (config.budget.steps or 0) > stream.windows(0):
+            raise ValueError(
+                f"budget.steps={config.budget.steps} is more than one pass ({stream.windows(0)} steps), and states.rolling "
+                "deletes what was read: set budget.epochs=1, or capture the whole before"
+            )
+        rolling.follow(shards_of_windows(stream.rows_of_epoch(0), stream.rows * stream.accumulate, shard_of))
+    elif store is not None and store.folder.remote:
+        stream.announce = store.coming
+    return stream
+
+
+def target_of(config: RunConfig, accelerator: Accelerator, known_by: str | None = None) -> Target:
+    """The target of a recipe, placed as it says. One process of a machine downloads, or converts smollm2.
+
+    `known_by`: the fingerprint that captured states have, for a target that is absent.
+    """
+    asked, device = config.target, accelerator.device
+    pinned: Any = {"revision": asked.revision, "trust_remote_code": asked.trust_remote_code}
+    with accelerator.local_main_process_first():
+        if asked.placement == "replicated":
+            quantize = asked.quantize if isinstance(config, TrainConfig) else config.quantize
+            return load_target(asked.name, dtype=asked.dtype, device=device, quantize=quantize, **pinned)
+        load_tokenizer(asked.name, **pinned)
+    devices: list[torch.device] = []
+    if asked.placement == "devices":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        devices = share_of_devices(asked.devices, accelerator.local_process_index, here)
+    return load_placed(
+        asked.name, asked.placement, dtype=asked.dtype, device=device, devices=devices, known_by=known_by, **pinned
     )
 
 
-def target_of(config: RunConfig, accelerator: Accelerator) -> Target:
-    """The target of a recipe. One process of a machine downloads, or converts smollm2."""
-    with accelerator.local_main_process_first():
-        return load_target(
-            config.target.name,
-            dtype=config.target.dtype,
-            device=accelerator.device,
-            revision=config.target.revision,
-            trust_remote_code=config.target.trust_remote_code,
-            quantize="none" if isinstance(config, TrainConfig) else config.quantize,
-        )
+def where_it_is(target: Target) -> str:
+    """How a target is held, for the first line of a run."""
+    rounded = "" if target.quantized == "none" else f", {target.quantized}"
+    placed = (
+        "" if target.placed is None else f", {target.placement}: {bytes_here(target) / 2**20:,.1f} MiB in this process"
+    )
+    return f"{str(target.dtype).removeprefix('torch.')}{rounded}{placed}"
+
+
+def say_plan(
+    config: RunConfig, target: Target, samples: Sequence[Sample], accelerator: Accelerator, say: Callable[..., None]
+) -> None:
+    """The short form of `draftsmith plan` for this launch, by the main process. A plan that cannot be made stops nothing,
+    and targets of a few numbers need none."""
+    numbers = sum(p.numel() for p in target.model.parameters())
+    if not accelerator.is_main_process or numbers < NEEDS_NO_PLAN or not samples:
+        return
+    from . import plan_run  # which most launches of tests do without
+
+    tokens = sum(map(len, samples))
+    supervised = sum(int(s.supervised.sum()) for s in samples) / tokens
+    text = plan_run.Text(list(samples), 0, tokens, supervised, "the data's fullest")
+    work = plan_run.Work(config, target.facts.name, target.model.config, text, accelerator.num_processes)
+    try:
+        say("\n".join(plan_run.short_form(work, engine_of(accelerator), accelerator.device.type == "cpu")))
+    except Exception as error:
+        say(f"plan: none ({one_line(error)})")
 
 
 def how_it_ended(config: RunConfig, summary: Summary, say: Callable[..., None]) -> int | None:

@@ -8,7 +8,7 @@ see the same number of windows and micro-batches. Tests: `pytest tests/test_trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -16,12 +16,16 @@ import torch
 from ..data.batch import Batch
 from ..data.encode import Sample
 from ..data.packing import make_batch, pack, rows_of_rank
+from ..data.rolling import Rolling
+
+AHEAD = 8  # windows whose states are fetched while earlier ones are trained on
 
 
 class Stream:
     """Windows of training batches for one process.
 
-    `samples` must be the same list, in the same order, in every process.
+    `samples` must be the same list, in the same order, in every process. `blocks` of indices into them are read one after
+    another, each shuffled and packed for itself; None = all are one block. `rolling`: states that are captured meanwhile.
     """
 
     def __init__(
@@ -34,6 +38,8 @@ class Stream:
         seed: int,
         rank: int = 0,
         world: int = 1,
+        blocks: Sequence[Sequence[int]] | None = None,
+        rolling: Rolling | None = None,
     ) -> None:
         if not samples:
             raise ValueError("no training samples: the data source gave none with a supervised token")
@@ -41,10 +47,18 @@ class Stream:
         self.lengths = [len(s.ids) for s in samples]
         self.row_length, self.rows, self.accumulate = row_length, rows, accumulate
         self.seed, self.rank, self.world = seed, rank, world
+        self.blocks, self.rolling = blocks, rolling
+        self.announce: Callable[[list[int]], None] | None = None  # told which samples this process reads next
         self.rows_of_epoch = lru_cache(2)(self._rows_of_epoch)
 
     def _rows_of_epoch(self, epoch: int) -> list[list[int]]:
-        return pack(self.lengths, self.row_length, self.seed, epoch)
+        if self.blocks is None:
+            return pack(self.lengths, self.row_length, self.seed, epoch)
+        rows = []
+        for block in self.blocks:
+            packed = pack([self.lengths[i] for i in block], self.row_length, self.seed, epoch)
+            rows += [[block[i] for i in row] for row in packed]
+        return rows
 
     def windows(self, epoch: int) -> int:
         """Optimiser steps in this epoch, a last partial one included."""
@@ -54,10 +68,27 @@ class Stream:
     def window(self, epoch: int, index: int) -> list[Batch]:
         """This process's share of window `index` of `epoch`: one batch per micro-batch, each at least one row high
         (a row of padding where this process has none, so that it still takes part in every collective)."""
-        rows = self.rows_of_epoch(epoch)
-        size = self.rows * self.accumulate
-        rows = rows[index * size : (index + 1) * size]
+        if self.announce is not None:
+            self.announce(self.ahead(epoch, index))
+        rows = self._rows_of_window(epoch, index)
         return [self._batch(rows[at : at + self.rows], epoch) for at in range(0, len(rows), self.rows)]
+
+    def ahead(self, epoch: int, index: int) -> list[int]:
+        """Ids of this process's samples in window `index` and the `AHEAD` windows that follow it, in order."""
+        found = []
+        for _ in range(1 + AHEAD):
+            if index >= self.windows(epoch):
+                epoch, index = epoch + 1, 0
+            rows = self._rows_of_window(epoch, index)
+            micro_batches = [rows[at : at + self.rows] for at in range(0, len(rows), self.rows)]
+            mine = [row for one in micro_batches for row in rows_of_rank(one, self.rank, self.world)]
+            found += [self.samples[i].sample_id for row in mine for i in row]
+            index += 1
+        return found
+
+    def _rows_of_window(self, epoch: int, index: int) -> list[list[int]]:
+        size = self.rows * self.accumulate
+        return self.rows_of_epoch(epoch)[index * size : (index + 1) * size]
 
     def _batch(self, rows: list[list[int]], epoch: int) -> Batch:
         mine = rows_of_rank(rows, self.rank, self.world) or [[]]

@@ -32,6 +32,7 @@ from .script import (
     make_stream,
     refuse_other_run,
     run_facts,
+    say_plan,
     silent,
     target_of,
     write_run_file,
@@ -89,6 +90,7 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
     if tuning.probe and not heldout_samples:
         say("warning: too few conversations to hold some out: nothing is measured, and any step may be the best one")
     claim(folder, accelerator)
+    say_plan(config, target, samples, accelerator, say)
     if accelerator.is_main_process:
         write_run_file(folder, config, script, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..configs.parse import one_line
 from ..configs.runs import RunConfig
@@ -26,8 +27,8 @@ def flops_per_token(
 ) -> float | None:
     """Operations per token of this recipe's first micro-batch; None where no peak is stated for the device or the arithmetic,
     or where the recipe cannot be counted, which is said and ends nothing."""
-    if config.precision != "bf16" or not peak_flops(accelerator.device):
-        return None
+    if config.precision != "bf16" or not peak_flops(accelerator.device) or is_deepspeed_zero3_enabled():
+        return None  # under ZeRO-3, what is built of shapes would be cut over processes
     try:
         return counted(config, target.model.config, stream)
     except Exception as error:  # an estimate beside the training, on whatever a method does with shapes
@@ -38,6 +39,6 @@ def flops_per_token(
 def counted(config: RunConfig, target_config: Any, stream: Stream) -> float:
     batch = stream.window(0, 0)[0]
     nothing = Text([], 0, None, 0.0, "")
-    work = Work(config, target_config, nothing, stream.world)
+    work = Work(config, config.target.name, target_config, nothing, stream.world)
     _, step, _ = trace(lambda outline: build(work, outline), batch, config.precision, kept_gradients=False)
     return step.flops / batch.ids_BT.numel()

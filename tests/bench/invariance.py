@@ -9,7 +9,8 @@ all eight rows at once:
     weights     after ten steps: norm of the difference over the norm, at most 1e-6 with SGD, 1e-4 with AdamW (eps 1e-4);
                 beside it how far the weights moved in the same measure
 
-The grid is of one method; then every method, and conversion and consistency training with dropout, in three other splits.
+The grid is of one method; then every method, conversion and consistency training with dropout, and conversion of all
+weights, in three other splits.
 Last, exact resume: of every training under every engine, two processes, five steps and five more leave weights, moments and
 generators of ten steps, bit for bit. With --out FOLDER a bench that was interrupted goes on.
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,7 +69,7 @@ from draftsmith.train.script import make_stream  # noqa: E402
 
 ROWS, STEPS = 8, 10
 ENGINES = ("ddp", "zero1", "zero2", "zero3")
-TUNINGS = ("conversion", "consistency")
+TUNINGS = ("conversion", "consistency", "full")
 OPTIM = {"sgd": OptimConfig(name="sgd", lr=1e-2, warmup=0.1), "adamw": OptimConfig(lr=1e-3, eps=1e-4, warmup=0.1)}
 MOST = {"gradients": 1e-6, "loss": 1e-6, "sgd": 1e-6, "adamw": 1e-4}
 
@@ -97,7 +99,7 @@ def cases(quick: bool) -> list[Case]:
         splits = {"sgd": [(1, "ddp", 1), (1, "ddp", 4), *two], "adamw": [(1, "ddp", 1), two[-1]]}
     made = [Case("eagle3", optim, *split) for optim in OPTIM for split in splits[optim]]
     few = [(1, "ddp", 1), (2, "ddp", 4), (2, "zero2", 2), (2, "zero3", 4)]
-    others = TUNINGS if quick else (*(m for m in METHODS if m != "eagle3"), *TUNINGS)
+    others = TUNINGS[:2] if quick else (*(m for m in METHODS if m != "eagle3"), *TUNINGS)
     return made + [Case(m, "sgd", *split) for m in others for split in (few[::3] if quick else few)]
 
 
@@ -128,17 +130,20 @@ def make(method: str, config: TrainConfig) -> tuple[Any, Callable[[Batch], Targe
         return drafter, lambda batch: live_states(target, drafter, batch)
     target = tiny_target(width=32, layers=2, heads=2, kv_heads=2, vocab=300, tokens=280)
     torch.manual_seed(0)
-    adapters = Adapters(
-        AdapterConfig(rank=2, alpha=4, dropout=0.25, mask="trained" if method == "conversion" else "none"), target
-    )
+    mask: Any = "none" if method == "consistency" else "trained"
+    lora = AdapterConfig(rank=2, alpha=4, dropout=0.25, mask=mask)
+    adapters = Adapters(AdapterConfig(kind="full", mask=mask) if method == "full" else lora, target)
     with torch.no_grad():
         for parameter in adapters.trained.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    if method == "conversion":
-        return BlockDiffusion(replace(DIFFUSION["fast_dllm_v2"], block=4), target, adapters), lambda batch: TargetOut()
-    return Consistency(
-        replace(CONSISTENCY["cllm"], block=4, states="online"), target, adapters
-    ), lambda batch: TargetOut()
+            parameter.add_(torch.randn_like(parameter) * (0.01 if method == "full" else 0.2))
+    objective = replace(DIFFUSION["fast_dllm_v2"], block=4)
+    consistency = replace(CONSISTENCY["cllm"], block=4, states="online")
+    module = (
+        Consistency(consistency, target, adapters)
+        if method == "consistency"
+        else BlockDiffusion(objective, target, adapters)
+    )
+    return module, lambda batch: TargetOut()
 
 
 def full_gradient(parameter: Any) -> Tensor:
@@ -163,6 +168,8 @@ def run(case: Case, out: Path) -> None:
         precision="fp32",
         run=str(out / str(case)),
     )
+    if os.environ.get("RANK", "0") == "0":  # what was interrupted begins anew: its first step is looked at
+        shutil.rmtree(config.run, ignore_errors=True)
     if case.halves:
         launch(replace(config, budget=BudgetConfig(steps=STEPS, stop_at=STEPS // 2)))
     launch(config)
@@ -232,7 +239,7 @@ def main() -> int:
         return 0
     out = (args.out or Path(tempfile.mkdtemp())).absolute()
     os.chdir(ROOT)
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja is looked up there
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as meeting:  # one process: this one
