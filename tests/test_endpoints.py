@@ -182,8 +182,8 @@ FAULTS = {
     "500": "status 500",
     "502": "status 502",
     "503": "status 503",
-    "hang": "no whole reply in 0.5 s",
-    "trickle": "no whole reply in 0.5 s",
+    "hang": "no whole reply in 1.5 s",
+    "trickle": "no whole reply in 1.5 s",
     "cut": "RemoteProtocolError",
     "cut unseen": "reply is no JSON",
     "no JSON": "reply is no JSON",
@@ -262,13 +262,13 @@ def test_servers_that_fail_in_every_way_give_the_file_of_one_that_never_fails(
         ]
         urls = [faulty[0].url, nobody(), faulty[1].url][:: -1 if turn else 1]
         out = tmp_path / f"{turn}.jsonl"
-        report = run(urls, TALKS, out, timeout=0.5)
+        report = run(urls, TALKS, out, timeout=1.5)
         assert out.read_bytes() == plain
         assert (report.answered, report.truncated, dict(report.failed)) == (40, 8, {"empty answer": 4})
         lines = dict(zip(urls, report.endpoints, strict=True))
         assert "0 answers" in lines[urls[1]] and "ConnectError; set aside" in lines[urls[1]]
         seen = " ".join(report.endpoints)
-        assert all(reason in seen for reason in FAULTS.values())
+        assert not [reason for reason in FAULTS.values() if reason not in seen], seen
         assert sum(int(line.split(": ")[1].split()[0]) for line in report.endpoints) >= 44 + 8  # turns
 
 
@@ -278,7 +278,7 @@ def test_a_failing_endpoint_is_set_aside_and_its_work_goes_to_the_others(
 ) -> None:
     bad, good = serve(lambda *_: fault), serve()
     talks, out = [ask(i) for i in range(9)], tmp_path / "a.jsonl"
-    limit = 0.5 if FAULTS[fault].endswith("0.5 s") else 20.0
+    limit = 1.5 if FAULTS[fault].endswith("1.5 s") else 20.0
     report = run([bad.url, good.url], talks, out, in_flight=(2,), timeout=limit)
     assert ids(out) == [c.id for c in talks] and not report.failed
     figures = report.endpoints[0]
@@ -517,7 +517,9 @@ def test_the_command_stops_at_once_and_goes_on(
         "".join(json.dumps({"id": f"c{i % 8}", "messages": ask(i % 8).messages}) + "\n" for i in range(9))
     )
     stuck, good = serve(lambda n, times: "hang" if n == 6 else None), serve()
-    code = "import sys; from draftsmith.cli import main; sys.exit(main(sys.argv[1:]))"
+    # What runs in a shell's background ignores Ctrl-C, and hands that on.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from draftsmith.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "rollout", "--data.source", str(source), "--out", str(out)]
     command += ["--in_flight", "1,1", "--endpoint", f"{stuck.url},{nobody()}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
