@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..data.formats import STORED, TEACHER, TOP_K, Stored
 from ..data.places import CACHE_GB
-from ..data.sources import DataConfig
+from ..data.sources import HELDOUT, DataConfig
 from ..models.placement import Placement
 from ..models.quantize import Quantize, check_quantize
 from .parse import flatten
@@ -64,8 +64,9 @@ class StatesConfig:
     """`captured`: one forward over the data, kept as shards, so that every epoch and method reads them; `live`: the
     target runs beside the drafter in every step."""
     folder: str | None = None
-    """Shared folder of captured states, or the address of a store (s3://bucket/path, gs://..., hf://datasets/...);
-    null = `states/` of the run. Shards of another target or data are refused."""
+    """Shared folder of captured states (`train` and `heldout` in it, as `draftsmith capture --out` leaves them), or the
+    address of a store (s3://bucket/path, gs://..., hf://datasets/...); null = `states/` of the run. Shards of another
+    target or data are refused."""
     cache: str | None = None
     """Local folder for what is fetched from a store; null = `states/` of $DRAFTSMITH_CACHE or ~/.cache/draftsmith."""
     cache_gb: float = CACHE_GB
@@ -217,8 +218,8 @@ class EvalConfig:
 
     every: int = 100
     """Optimiser steps between held-out evaluations (teacher-forced); one more comes at the end."""
-    conversations: int = 48
-    """Held-out conversations that are used."""
+    conversations: int = HELDOUT
+    """Held-out conversations that are used. States captured before must have held out as many (`draftsmith capture --heldout`)."""
     probe_every: int = 200
     """Optimiser steps between real speculative runs; 0 = only at the end."""
     probe_prompts: int = 4

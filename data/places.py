@@ -6,7 +6,7 @@ copy in a bounded cache folder, whose size and checksum have been compared. What
 more slowly, and then said in one line. Credentials are the store's own affair (environment, `~/.aws`, fsspec's
 configuration): an address that holds any is refused, and no message repeats one.
 
-    draftsmith capture --target smollm2 --out s3://bucket/states/train
+    draftsmith capture --target smollm2 --out s3://bucket/states
     ./launch.sh train/distill_draft.py --config configs/eagle3_smollm2.yaml states.folder=s3://bucket/states
 
 Tested by `pytest tests/test_places.py`.

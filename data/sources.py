@@ -24,6 +24,7 @@ from typing import Any, Literal
 from .jacobi_states import JacobiStates, parse_states
 
 SHIPPED = Path(__file__).parent / "shipped" / "smollm2.jsonl.xz"
+HELDOUT = 48  # conversations that a training holds out
 SUFFIXES = (".jsonl", ".xz", ".gz", ".json")
 ROLES = {
     "system": "system",
@@ -130,6 +131,23 @@ def load_conversations(cfg: DataConfig) -> list[Conversation]:
         found = ", ".join(sorted(splits - {""})) or "none"
         raise ValueError(f"data.source = {cfg.source!r} has no conversation with split {cfg.split!r}; splits: {found}")
     return kept
+
+
+def split_conversations(cfg: DataConfig, heldout: int) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, held out), as trainings and captures of their states take them. The shipped set has a split of its own; of
+    any other source every tenth conversation is held out, at most `heldout` of them, none of fewer than 20.
+
+    Raises:
+        ValueError: see `load_conversations`.
+    """
+    talks = load_conversations(cfg)
+    if cfg.source == "shipped":
+        held = load_conversations(replace(cfg, split="heldout", limit=None))
+        step = max(len(held) // max(heldout, 1), 1)  # spread over the categories
+        return talks, held[::step][:heldout]
+    held = talks[::10][:heldout] if len(talks) >= 20 else []
+    names = {id(t) for t in held}
+    return [t for t in talks if id(t) not in names], held
 
 
 def parse_record(record: Any, where: str, shape: str = "auto") -> Conversation:

@@ -307,6 +307,7 @@ class StateStore:
         self.last_hidden = self.fields.last_hidden if last_hidden is None else last_hidden
         self.top_k = self.fields.top_k if top_k is None else top_k
         self.skipped = {i: where for shard in shards for i, where in shard.skipped}
+        self.samples = sum(len(shard.samples) + len(shard.skipped) for shard in shards)
         self.bytes = sum(shard.bytes for shard in shards)
         self.tokens = 0
         self._place: dict[int, tuple[int, int, int]] = {}  # sample id -> shard, first row, rows

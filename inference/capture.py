@@ -4,7 +4,8 @@ Samples of about one length go through the target together, one per row (nothing
 teacher's log-sum-exp and argmax are computed where the next token is supervised, nowhere else. A sample whose states
 are not finite (fp16 overflow in a late layer) is left out, named and counted. On CPUs several threads take a shard
 each, with one intra-op thread; several processes, on any machine that sees the folder, take every n-th shard each. An
-interrupted capture goes on at the shard it was in.
+interrupted capture goes on at the shard it was in. The command fills two folders, `train` and `heldout`, with what a
+training takes of the same source; trainings read them by `states.folder=OUT`.
 
     draftsmith capture --target smollm2 --out states --taps '[2, 15, 27]'
     draftsmith capture --target smollm2 --out states --dry_run true      # bytes only
@@ -21,20 +22,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from ..data.encode import Sample, encode_all
-from ..data.formats import DTYPES, STORED, TEACHER, TOP_K, Stored, encode, encode_top, top_layout
+from ..data.formats import DTYPES, encode, encode_top, top_layout
 from ..data.packing import collate
-from ..data.places import Folder, Place, place_of
+from ..data.places import Folder, Place, inside, place_of
 from ..data.rolling import consumed, reading_order, write_plan
-from ..data.sources import DataConfig, load_conversations
+from ..data.sources import Conversation, split_conversations
 from ..data.states import (
     FORMAT,
     ShardRecord,
@@ -56,85 +56,12 @@ from ..models.eagle3 import default_taps
 from ..models.loading import load_target
 from ..models.placement import together
 from ..models.target import Target
+from .capture_config import CaptureConfig
 from .engine_states import EngineStates
 from .progress import progress_bar
 from .verify_states import verify_states
 
 HEAD_ROWS = 256  # rows of full-vocabulary logits held at once
-
-
-@dataclass(frozen=True)
-class CaptureConfig:
-    """Run the frozen target over the data once and keep its states."""
-
-    out: str
-    """Folder of the shards, or the address of a store (s3://bucket/path, gs://..., hf://datasets/...) from which other
-    hosts read them. One that holds states of something else is refused."""
-    target: str = "smollm2"
-    """Hub id, local folder, GGUF file, `smollm2` or `tiny`."""
-    revision: str | None = None
-    """Commit or tag of a hub id."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision the target computes in."""
-    stored: Stored = STORED
-    """How taps are kept: in full, or about a half (int8) or a quarter (int4) of the bytes of bfloat16."""
-    device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; `auto` = a GPU if there is one."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Conversations to run over."""
-    taps: tuple[int, ...] | None = None
-    """States h[k] to keep (k = the layer they enter); null = those that EAGLE-3 reads by default."""
-    last_hidden: bool = TEACHER == "last_hidden"
-    """Keep the state after the final norm: Medusa, Hydra, EAGLE-1 and Falcon read it, and it is a teacher for all."""
-    last_stored: Stored = "bfloat16"
-    """How that is kept."""
-    top_k: int = TOP_K if TEACHER == "top_k" else 0
-    """Keep so many of the likeliest next tokens instead, with their probabilities, as a teacher for methods that read no
-    last_hidden; 0 = none."""
-    verify: int = 2
-    """Samples of the finished folder that are held against a fresh pass of the target."""
-    batch_tokens: int = 2048
-    """Tokens per forward pass."""
-    threads: int | None = None
-    """Threads on CPUs, each with forward passes of its own; null = one per core."""
-    rank: int = 0
-    """This command's share, when several commands fill one folder."""
-    world: int = 1
-    """How many commands fill the folder."""
-    rolling: int = 0
-    """Keep at most so many shards ahead of a training that runs at the same time with states.rolling=true, and go on as it
-    deletes them; 0 = keep all."""
-    seed: int = 0
-    """Seed of that training: its samples are captured in the order in which it reads them."""
-    engine: str | None = None
-    """Folder of hidden states that vLLM extracted (also as the speculators library keeps them): they are taken in place
-    of passes of the target."""
-    engine_layers: tuple[int, ...] = ()
-    """Layer ids that the engine was given, in its order; the target's number of layers must be among them."""
-    max_skipped: float = 0.01
-    """Share of samples that may have states that are not finite; above it the capture fails."""
-    dry_run: bool = False
-    """Print the bytes that the states take and stop."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model; needs a pinned 40-digit revision."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank = {self.rank} of world = {self.world}: ranks count from 0")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads = {self.threads}: give a positive count, or null for one per core")
-        if self.batch_tokens < 1:
-            raise ValueError(f"batch_tokens = {self.batch_tokens}: give a positive count")
-        if self.top_k < 0 or self.verify < 0:
-            raise ValueError(f"top_k = {self.top_k}, verify = {self.verify}: give counts, 0 = none")
-        if not self.last_hidden and not self.top_k and not self.taps:
-            raise ValueError("nothing to keep: give taps, last_hidden=true or top_k")
-        if self.rolling < 0 or self.seed < 0:
-            raise ValueError(f"rolling = {self.rolling}, seed = {self.seed}: give counts, 0 = keep all shards")
-        if (self.engine is None) != (not self.engine_layers):
-            raise ValueError("engine and engine_layers go together: the folder, and the layer ids that its files hold")
-        if not 0 <= self.max_skipped <= 1:
-            raise ValueError(f"max_skipped = {self.max_skipped}: give a share between 0 and 1")
 
 
 def state_fields(
@@ -222,6 +149,14 @@ def capture(
     return store
 
 
+def to_write(place: Place, samples: Sequence[Sample], fields: StateFields, ahead: int = 0) -> int:
+    """Bytes of the shards that are not there yet; of the largest `ahead` of them, where that is given."""
+    shards = plan(samples)
+    there = finished(place, len(shards))
+    missing = sorted((s for k, s in enumerate(shards) if k not in there), key=lambda shard: -sum(map(len, shard)))
+    return sum(estimate([s for shard in missing[: ahead or None] for s in shard], fields))
+
+
 def capture_rolling(
     target: Target,
     samples: Sequence[Sample],
@@ -245,8 +180,7 @@ def capture_rolling(
     """
     shards = plan(samples)
     if isinstance(place, Folder):
-        largest = sorted(((sum(map(len, shard)), shard) for shard in shards), key=lambda pair: -pair[0])[:ahead]
-        check_disk(place.path, sum(estimate([s for _, shard in largest for s in shard], fields)))
+        check_disk(place.path, to_write(place, samples, fields, ahead))
     write_plan(place, fields, shards, ahead)
     with progress_bar("capturing states", sum(map(len, samples)) // world, progress) as bar:
         while True:
@@ -264,61 +198,113 @@ def capture_rolling(
                 time.sleep(place.poll)
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of the two folders that the command fills: `train` or `heldout`."""
+
+    name: str
+    place: Place
+    samples: list[Sample]
+    fields: StateFields
+    ahead: int  # shards before a rolling training; 0 = all are kept
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.samples))
+
+
 def run_capture(cfg: CaptureConfig) -> None:
     """The command."""
     console = Console(highlight=False, soft_wrap=True)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-    conversations = load_conversations(cfg.data)
+    talks = split_conversations(cfg.data, cfg.heldout)
     target = load_target(
         cfg.target, dtype=cfg.dtype, device=device, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
     )
-    samples, report = encode_all(conversations, target.tokenizer, cfg.data.max_length)
-    console.print(str(report))
     taps = cfg.taps if cfg.taps is not None else default_taps(target.facts.layers)
-    if cfg.rolling:
-        samples = reading_order(samples, cfg.seed)
-    fields = state_fields(target, samples, taps, cfg.last_hidden, cfg.stored, cfg.last_stored, cfg.top_k)
-    states, rest = estimate(samples, fields)
     streams = [f"h[{k}] {cfg.stored}" for k in taps] + [f"last_hidden {cfg.last_stored}"] * cfg.last_hidden
     streams += [f"the likeliest {cfg.top_k} tokens"] * bool(cfg.top_k)
-    console.print(f"{', '.join(streams)} of {target.facts.name}, {report.tokens:,} tokens:", markup=False)
-    likeliest = ", likeliest tokens" * bool(cfg.top_k)
-    console.print(f"states {states:,} bytes; ids, log-sums, argmaxes{likeliest} {rest:,} bytes")
+    console.print(f"{', '.join(streams)} of {target.facts.name}", markup=False)
+    parts = _parts(cfg, target, talks, taps, console)
     if cfg.dry_run:
         return
-    start = time.monotonic()
-    engine = EngineStates(cfg.engine, cfg.engine_layers, target, samples) if cfg.engine else None
-    if cfg.rolling:
-        capture_rolling(
-            target, samples, place_of(cfg.out), fields, cfg.rolling, cfg.batch_tokens,
-            threads=cfg.threads, rank=cfg.rank, world=cfg.world, engine=engine,
-        )  # fmt: skip
-        console.print(f"{cfg.out}: the training has read everything ({report.tokens:,} tokens)", markup=False)
-        return
-    store = capture(
-        target,
-        samples,
-        cfg.out,
-        taps,
-        cfg.last_hidden,
-        cfg.batch_tokens,
-        stored=cfg.stored,
-        last_stored=cfg.last_stored,
-        top_k=cfg.top_k,
-        verify=cfg.verify,
-        threads=cfg.threads,
-        rank=cfg.rank,
-        world=cfg.world,
-        max_skipped=cfg.max_skipped,
-        engine=engine,
-    )
-    seconds = time.monotonic() - start
-    skipped = "".join(f"\nskipped: sample {i}, not finite at {where}" for i, where in store.skipped.items())
-    console.print(
-        f"{store.folder}: {store.tokens:,} tokens, {store.bytes:,} bytes, {store.tokens / seconds:,.0f} tokens/s, "
-        f"{len(store.skipped)} of {len(samples)} samples skipped{skipped}",
-        markup=False,
-    )
+    engines = {part.name: _engine(cfg, target, part) for part in parts}
+    if isinstance(folder := place_of(cfg.out), Folder):
+        check_disk(folder.path, sum(to_write(p.place, p.samples, p.fields, p.ahead) for p in parts))
+    for part in reversed(parts):  # a rolling capture waits for its training, which reads what is held out first
+        start, engine = time.monotonic(), engines[part.name]
+        if part.ahead:
+            capture_rolling(
+                target, part.samples, part.place, part.fields, part.ahead, cfg.batch_tokens,
+                threads=cfg.threads, rank=cfg.rank, world=cfg.world, engine=engine,
+            )  # fmt: skip
+            console.print(f"{part.place}: the training has read everything ({part.tokens:,} tokens)", markup=False)
+            continue
+        store = capture(
+            target,
+            part.samples,
+            part.place,
+            taps,
+            cfg.last_hidden,
+            cfg.batch_tokens,
+            stored=cfg.stored,
+            last_stored=cfg.last_stored,
+            top_k=cfg.top_k,
+            verify=cfg.verify,
+            threads=cfg.threads,
+            rank=cfg.rank,
+            world=cfg.world,
+            max_skipped=cfg.max_skipped,
+            engine=engine,
+        )
+        seconds = time.monotonic() - start
+        skipped = "".join(f"\nskipped: sample {i}, not finite at {where}" for i, where in store.skipped.items())
+        console.print(
+            f"{store.folder}: {store.tokens:,} tokens, {store.bytes:,} bytes, {store.tokens / seconds:,.0f} tokens/s, "
+            f"{len(store.skipped)} of {len(part.samples)} samples skipped{skipped}",
+            markup=False,
+        )
+
+
+def _parts(
+    cfg: CaptureConfig,
+    target: Target,
+    talks: tuple[list[Conversation], list[Conversation]],
+    taps: Sequence[int],
+    console: Console,
+) -> list[Part]:
+    """What is captured, after saying how much that is."""
+    parts, sums = [], [0, 0]
+    beside = "ids, log-sums, argmaxes" + ", likeliest tokens" * bool(cfg.top_k)
+    for name, some in zip(("train", "heldout"), talks, strict=True):
+        if not some:
+            console.print(f"{name}: nothing (heldout={cfg.heldout}, {len(talks[0])} conversations)")
+            continue
+        samples, report = encode_all(some, target.tokenizer, cfg.data.max_length)
+        ahead = cfg.rolling if name == "train" else 0
+        if ahead:
+            samples = reading_order(samples, cfg.seed)
+        fields = state_fields(target, samples, taps, cfg.last_hidden, cfg.stored, cfg.last_stored, cfg.top_k)
+        states, rest = estimate(samples, fields)
+        console.print(f"{name}: {report}")
+        console.print(f"{name}: states {states:,} bytes; {beside} {rest:,} bytes")
+        parts.append(Part(name, inside(place_of(cfg.out), name), samples, fields, ahead))
+        sums = [sums[0] + states, sums[1] + rest]
+    console.print(f"together: states {sums[0]:,} bytes; {beside} {sums[1]:,} bytes")
+    return parts
+
+
+def _engine(cfg: CaptureConfig, target: Target, part: Part) -> EngineStates | None:
+    if cfg.engine is None:
+        return None
+    try:
+        return EngineStates(cfg.engine, cfg.engine_layers, target, part.samples)
+    except ValueError as error:
+        if part.name == "train":
+            raise
+        raise ValueError(
+            f"held-out samples: {error}; to capture none, give heldout=0, and evaluate.conversations=0 in training"
+        ) from None
 
 
 def _threads(target: Target, world: int) -> int:

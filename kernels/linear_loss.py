@@ -51,6 +51,7 @@ from .linear_loss_rules import (
     accepted,
     fold,
     scale_rows,
+    spans,
     sums_of,
 )
 from .linear_loss_triton import BUILDS, walk_kernels
@@ -195,12 +196,11 @@ def walk_chunks(
     told_TW: Tensor | None = None
     if isinstance(job.teacher, FromHidden):
         told_TW = job.teacher.hidden_UD.new_empty(room_TW.shape)
-    for lo in range(0, len(hidden_TD), job.chunk):
-        span = slice(lo, min(lo + job.chunk, len(hidden_TD)))
-        z_TW, y_TW = room_TW[: span.stop - lo], told_TW
+    for span in spans(len(hidden_TD), job.chunk):
+        z_TW, y_TW = room_TW[: span.stop - span.start], told_TW
         product(hidden_TD[span], weight_WD, bias_W, z_TW)
         if isinstance(job.teacher, FromHidden) and told_TW is not None:
-            y_TW = told_TW[: span.stop - lo]
+            y_TW = told_TW[: len(z_TW)]
             product(job.teacher.states(span), job.teacher.weight_WD, job.teacher.bias_W, y_TW)
         walk_rows(span, z_TW, y_TW, z_TW if any(done.grads.wanted) else None, done, job, weight_T)
         if any(done.grads.wanted):

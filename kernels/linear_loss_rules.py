@@ -6,6 +6,7 @@ Test: pytest tests/test_linear_loss.py
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,12 @@ NEEDS_TEACHER = {"kl", "reverse_kl", "jsd", "tv", "l1", "neg_log_accept", "lk", 
 TERMS = ("ce", "entropy", "kl", "reverse_kl", "jsd", "tv", "l1", "neg_log_accept", "lk", "topk_ce")
 BEYOND_KERNELS = {"topk_ce"}  # terms that the PyTorch form alone has
 TOP_K = 10  # HASS, section 3.1
+
+
+def spans(rows: int, chunk: int) -> Iterator[slice]:
+    """All rows, `chunk` at a time."""
+    for lo in range(0, rows, chunk):
+        yield slice(lo, min(lo + chunk, rows))
 
 
 @dataclass(frozen=True)

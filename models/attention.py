@@ -15,7 +15,7 @@ Test: pytest tests/test_attention.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -184,7 +184,7 @@ class _Tiled(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(q_RHd.dtype, torch.float32)
         out_RHd, lse_RH = torch.empty_like(q_RHd, dtype=wide), q_RHd.new_empty(q_RHd.shape[:2], dtype=wide)
-        for tile in ranges.tiles:
+        for tile in tiles_of(ranges):
             q_GrQd = heads_first(q_RHd[tile.queries], k_NGd)
             parts = []
             for keys, see_QS in parts_of(tile, ranges):
@@ -206,7 +206,7 @@ class _Tiled(torch.autograd.Function):
         wide, scale, grad_RHd = lse_RH.dtype, q_RHd.shape[-1] ** -0.5, grad_RHd.contiguous()
         dq_RHd = torch.empty_like(q_RHd, dtype=wide)
         dk_NGd, dv_NGd = (torch.zeros_like(x, dtype=wide) for x in (k_NGd, v_NGd))
-        for tile in ctx.ranges.tiles:
+        for tile in tiles_of(ctx.ranges):
             q_GrQd, grad_GrQd, out_GrQd = (heads_first(x[tile.queries], k_NGd) for x in (q_RHd, grad_RHd, out_RHd))
             lse_GrQ = heads_first(lse_RH[tile.queries, :, None], k_NGd)[..., 0]
             dq_GrQd = torch.zeros_like(q_GrQd, dtype=wide)
@@ -229,6 +229,11 @@ class _Tiled(torch.autograd.Function):
             dk_RGd, dv_RGd = (slope_RGr1 * q_RGrd).sum(2), (grouped(share_RH[..., None], k_RGd) * grad_RGrd).sum(2)
             grads += [dk_RGd.to(k_RGd.dtype), dv_RGd.to(v_RGd.dtype)]
         return dq_RHd.to(q_RHd.dtype), dk_NGd.to(k_NGd.dtype), dv_NGd.to(v_NGd.dtype), None, *grads
+
+
+def tiles_of(ranges: Ranges) -> Iterator[Tile]:
+    """All tiles, in turn."""
+    yield from ranges.tiles
 
 
 def heads_first(x_QHd: Tensor, like_NGd: Tensor) -> Tensor:

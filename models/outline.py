@@ -38,6 +38,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ..kernels import linear_loss
+from . import attention
 from .families import check_supported
 from .pretrained import cache_folder, tiny_target
 from .target import DTYPES, Target
@@ -74,9 +75,11 @@ class Outline(TorchDispatchMode):
         super().__init__()
         self.renamed = renamed or {}
         self.shapes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.memo = self.shapes.fake_tensor_converter.meta_converter.tensor_memo
         self.held: dict[int, Held] = {}
         self.kind = "other"
         self.flops = 0
+        self.times = 1.0  # how often what runs now would run; see `_one_chunk`
         self.live: Counter[str] = Counter()
         self.measure()
 
@@ -116,14 +119,15 @@ class Outline(TorchDispatchMode):
         self.quiet = warnings.catch_warnings()
         self.quiet.__enter__()
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        self.walk_rows = linear_loss.walk_rows
-        linear_loss.walk_rows = _one_block(self.walk_rows)
+        self.whole = linear_loss.walk_rows, linear_loss.spans, attention.tiles_of
+        linear_loss.walk_rows, linear_loss.spans = _one_block(linear_loss.walk_rows), self._one_chunk
+        attention.tiles_of = self._one_of_each
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        linear_loss.walk_rows = self.walk_rows
+        linear_loss.walk_rows, linear_loss.spans, attention.tiles_of = self.whole
         self.quiet.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,11 +144,13 @@ class Outline(TorchDispatchMode):
                 args = (args[0], _as_places(args[1]), *args[2:])
             with self.shapes:
                 out = func(*args, **kwargs)
-            if args and func._schema.is_mutable and _real(args[0]):
-                return args[0]  # a real tensor that a shape would be written into
+            self.memo.clear()  # a tensor that it refers to, weakly, could not be swapped by `nn.Module.to`
+            written = kwargs.get("out", args[0] if args else None)
+            if func._schema.is_mutable and _real(written):
+                return written  # a real tensor that a shape would be written into
             out = tree_map_only(FakeTensor, _whole_number, out)
         if (count := FLOPS.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
+            self.flops += round(self.times * count(*args, **kwargs, out_val=out))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self._hold(x)
@@ -174,6 +180,25 @@ class Outline(TorchDispatchMode):
         total = sum(self.live.values())
         if total > self.peak:
             self.peak, self.at_peak = total, Counter(self.live)
+
+    def _one_chunk(self, rows: int, chunk: int) -> Iterator[slice]:
+        """Of the chunks of rows that `walk_chunks` takes in turn, in one room, the first alone, whose operations count for
+        all."""
+        if rows:
+            self.times *= rows / min(chunk, rows)
+            yield slice(0, min(chunk, rows))
+            self.times /= rows / min(chunk, rows)
+
+    def _one_of_each(self, ranges: attention.Ranges) -> Iterator[attention.Tile]:
+        """Of the tiles of an attention, which are taken in turn, one of each shape, whose operations count for all of it."""
+        alike: dict[tuple[Any, ...], list[attention.Tile]] = {}
+        for tile in ranges.tiles:
+            sizes = (part.stop - part.start for part in (tile.queries, tile.keys, tile.tail))
+            alike.setdefault((*sizes, tile.causal), []).append(tile)
+        for tiles in alike.values():
+            self.times *= len(tiles)
+            yield tiles[0]
+            self.times /= len(tiles)
 
     def _free(self, key: int) -> None:
         held = self.held.pop(key, None)

@@ -19,7 +19,8 @@ from draftsmith.data.packing import collate
 from draftsmith.data.sources import DataConfig
 from draftsmith.data.states import shard_file
 from draftsmith.inference import capture as module
-from draftsmith.inference.capture import CaptureConfig, capture, run_capture
+from draftsmith.inference.capture import capture, run_capture
+from draftsmith.inference.capture_config import CaptureConfig
 from draftsmith.inference.progress import progress_bar
 from draftsmith.inference.verify_states import verify_states
 from draftsmith.models.pretrained import tiny_target
@@ -329,7 +330,9 @@ ANNOUNCED = {
 
 
 @pytest.mark.parametrize("name", ANNOUNCED)
-def test_bytes_are_announced_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bytes_are_announced_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """B31: in bf16 1,000 samples x 64 tokens x 4 states x 48 x 2 bytes."""
     changes, exactly = ANNOUNCED[name]
     config = CaptureConfig(target="tiny", dtype="float32", out=str(tmp_path / "s"), data=thousand(tmp_path), taps=TAPS)
@@ -337,11 +340,23 @@ def test_bytes_are_announced_and_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     run_capture(dataclasses.replace(config, dry_run=True))
     assert not (tmp_path / "s").exists()
     out = capsys.readouterr().out
-    states, rest = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) bytes", out))
+    train, held, (states, rest) = (
+        [int(x.replace(",", "")) for x in re.findall(r"([\d,]+) bytes", line)]
+        for line in out.splitlines()
+        if "bytes" in line
+    )
     assert exactly <= states < 1.02 * exactly
+    assert [states, rest] == [a + b for a, b in zip(train, held, strict=True)] and train[1] == 952 / 48 * held[1]
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=states + rest))
+        with pytest.raises(ValueError, match="states need"):
+            run_capture(config)
+    assert not (tmp_path / "s").exists()
     run_capture(config)
-    assert "64,000 tokens" in capsys.readouterr().out
-    written = sum(path.stat().st_size for path in (tmp_path / "s").glob("shard-*"))
+    out = capsys.readouterr().out
+    assert f"{952 * 64:,} tokens" in out and f"{48 * 64:,} tokens" in out
+    written = sum(path.stat().st_size for path in (tmp_path / "s").glob("*/shard-*"))
     assert abs(written - states - rest) < 0.01 * states
 
 
@@ -373,7 +388,7 @@ def test_too_small_a_disk_is_refused_before_the_first_forward(
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for name, value in {"rank": 1, "threads": 0, "batch_tokens": 0, "max_skipped": 2.0}.items():
+    for name, value in {"rank": 1, "heldout": -1, "threads": 0, "batch_tokens": 0, "max_skipped": 2.0}.items():
         with pytest.raises(ValueError, match=name):
             CaptureConfig(**{"out": "x", name: value})
 

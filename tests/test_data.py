@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.data.encode import Sample
 from draftsmith.data.packing import collate, make_batch, pack, rows_of_rank, shuffled
-from draftsmith.data.sources import DataConfig, load_conversations, parse_record
+from draftsmith.data.sources import DataConfig, load_conversations, parse_record, split_conversations
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 SHAREGPT = {
@@ -40,6 +40,22 @@ def test_files_are_read_in_order_with_unique_ids(tmp_path: Path, name: str) -> N
     assert [c.id for c in conversations] == ["abc", f"{name}:2", "abc#2"]
     assert all(c.messages == CHAT["messages"] for c in conversations)
     assert len(load_conversations(DataConfig(source=source, limit=2))) == 2
+
+
+def test_what_is_held_out(tmp_path: Path) -> None:
+    """Of the shipped set by its own split, spread; of others every tenth; of few none."""
+    source = write(tmp_path / "a.jsonl", [{**CHAT, "id": str(i)} for i in range(25)])
+    for asked, want in ((48, ["0", "10", "20"]), (2, ["0", "10"]), (0, [])):
+        train, held = split_conversations(DataConfig(source=source), asked)
+        assert [t.id for t in held] == want and [t.id for t in train] == [
+            str(i) for i in range(25) if str(i) not in want
+        ]
+    train, held = split_conversations(DataConfig(source=source, limit=19), 48)
+    assert len(train) == 19 and not held
+    every = load_conversations(DataConfig(split="heldout"))
+    train, held = split_conversations(DataConfig(limit=3), 4)
+    assert train == load_conversations(DataConfig(limit=3)) and held == every[:: len(every) // 4][:4]
+    assert split_conversations(DataConfig(limit=3), 0) == (train, [])
 
 
 def test_splits_and_truncated_answers_are_chosen(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ said to be. Run: pytest tests/test_engine_states.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from safetensors.torch import save_file
 from test_capture import contents, some_samples
 
-from draftsmith.data.encode import Sample
-from draftsmith.inference.capture import CaptureConfig, capture
+from draftsmith.data.encode import Sample, encode_all
+from draftsmith.data.sources import DataConfig, split_conversations
+from draftsmith.inference.capture import capture, run_capture
+from draftsmith.inference.capture_config import CaptureConfig
 from draftsmith.inference.engine_states import EngineStates
 from draftsmith.models.target import Target
 
@@ -98,6 +101,26 @@ def test_broken_and_foreign_files_are_refused(tiny: Any, data: list[Sample], tmp
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(ValueError, match=r"hs_2\.safetensors: token_ids cannot be read"):
         EngineStates(folder, LAYERS, target, data)
+
+
+def test_the_command_takes_training_and_held_out_samples(tiny: Any, tmp_path: Path) -> None:
+    target, data = tiny(), DataConfig(limit=3, max_length=512)
+    train, held = (encode_all(talks, target.tokenizer, 512)[0] for talks in split_conversations(data, 2))
+    config = CaptureConfig(
+        out=str(tmp_path / "taken"), target="tiny", dtype="float32", data=data, taps=TAPS, heldout=2, batch_tokens=1,
+        stored="float32", last_stored="float32", engine=str(extracted(target, train, tmp_path / "part")),
+        engine_layers=LAYERS,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"held-out samples: part has no states of 2 of 2 samples .* give heldout=0"):
+        run_capture(config)
+    assert not (tmp_path / "taken").exists()
+    run_capture(replace(config, heldout=0, out=str(tmp_path / "some")))
+    run_capture(replace(config, engine=str(extracted(target, [*train, *held], tmp_path / "all"))))
+    run_capture(replace(config, engine=None, engine_layers=(), out=str(tmp_path / "own")))
+    for split in ("train", "heldout"):
+        assert contents(tmp_path / "taken" / split) == contents(tmp_path / "own" / split)
+    assert contents(tmp_path / "some/train") == contents(tmp_path / "own/train")
+    assert not (tmp_path / "some/heldout").exists()
 
 
 def test_a_folder_without_its_layers_is_refused() -> None:

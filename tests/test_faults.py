@@ -121,7 +121,7 @@ class Runner:
         files = [last / f"{name}.safetensors" for name in ("model", "optimiser", "rng")]
         files.append(self.run / "export/model.safetensors")
         lines = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        figures = [{k: v for k, v in x.items() if k not in kills.CLOCKS} for x in lines if x["kind"] != "note"]
+        figures = [kills.steady(x) for x in lines if x["kind"] != "note"]
         return {str(f.relative_to(self.run)): f.read_bytes() for f in files} | {"metrics": figures}
 
 

@@ -19,6 +19,7 @@ import transformers.modeling_utils
 import yaml
 from safetensors.torch import load_file, save_file
 
+from draftsmith.cli import main as cli
 from draftsmith.configs.diffusion import DiffusionConfig
 from draftsmith.configs.training import (
     OptimConfig,
@@ -374,6 +375,56 @@ def test_training_without_the_target(captured: Path, tmp_path: Path, capsys: pyt
     assert not (tmp_path / "run/export/replay").exists()
     assert distill_draft.main(args) == 0  # nothing left to train: the export is made again, with its replay
     assert (tmp_path / "run/export/replay").exists()
+
+
+TRAINED = [
+    "target.name=tiny", "target.dtype=float32", "target.placement=absent", "data.max_length=512", "batch.row_length=512",
+    "batch.rows=2", "budget.steps=2", "precision=fp32", "log.progress=false", "evaluate.probe_prompts=0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["shipped", "own"])
+def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    """What `draftsmith capture` leaves: the folder, and which data it is of."""
+    folder, data = tmp_path_factory.mktemp(request.param), ["data.limit=24"]
+    if request.param == "own":
+        talks = [
+            {"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"{i} it is" * 3}]}
+            for i in range(25)
+        ]
+        (folder / "mine.jsonl").write_text("".join(json.dumps(t) + "\n" for t in talks))
+        data = [f"data.source={folder / 'mine.jsonl'}"]
+    command = ["capture", "target=tiny", "dtype=float32", f"out={folder / 'states'}", "data.max_length=512", *data]
+    assert cli([*command, "top_k=64"]) == 0
+    return str(folder / "states"), data
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_what_the_command_captured_is_trained_on(method: str, kept: tuple[str, list[str]], tmp_path: Path) -> None:
+    """Without the target; and the heads are those of a training that captured for itself."""
+    args = [f"method={method}", *TRAINED, *kept[1]]
+    assert distill_draft.main([*args, f"states.folder={kept[0]}", f"run={tmp_path / 'a'}"]) == 0
+    logged = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    assert "heldout" in {line["kind"] for line in logged}
+    assert distill_draft.main([*args, "target.placement=replicated", f"run={tmp_path / 'b'}"]) == 0
+    a, b = (load_file(tmp_path / run / "export/model.safetensors") for run in "ab")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_training_that_holds_out_others_is_refused_with_both_numbers(
+    kept: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    """Of the shipped set a few less are the same ones, from the front."""
+    own = "data.source" in kept[1][0]
+    args = ["method=medusa", *TRAINED, *kept[1], f"states.folder={kept[0]}", f"run={tmp_path / 'run'}"]
+    for asked, there, here in ((2, 3, 2), (0, 3, 0)) if own else ((24, 48, 24), (60, 48, 60)):
+        with pytest.raises(
+            ValueError,
+            match=rf"another data.*; the capture held out {there} samples, evaluate\.conversations={asked} holds out {here}: "
+            rf"capture with --heldout {asked}",
+        ):
+            distill_draft.main([*args, f"evaluate.conversations={asked}"])
+    assert distill_draft.main([*args, f"evaluate.conversations={1000 if own else 47}"]) == 0
 
 
 def test_states_of_another_target_are_refused(captured: Path, tmp_path: Path) -> None:

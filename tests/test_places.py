@@ -413,8 +413,10 @@ def test_capture_and_training_share_nothing_but_an_s3_store(
         "24",
         "--data.max_length",
         "128",
+        "--heldout",
+        "2",
     ]
-    done = run("capturer", "-m", "draftsmith.cli", "capture", "--out", f"{s3}/train", *flags)
+    done = run("capturer", "-m", "draftsmith.cli", "capture", "--out", s3, *flags)
     assert done.returncode == 0, done.stderr
     assert not list((tmp_path / "capturer/cache").rglob("*.tmp"))
 
@@ -425,17 +427,16 @@ def test_capture_and_training_share_nothing_but_an_s3_store(
         found = fs.ls(f"{s3}/{split}", detail=True)
         return {f["name"].rsplit("/", 1)[-1]: (f["ETag"], f["LastModified"]) for f in found}
 
-    captured = etags("train")
-    assert {"index.json", shard_file(0), note_file(0), shard_file(1)} <= captured.keys()
+    captured = etags("train"), etags("heldout")
+    assert all({"index.json", shard_file(0), note_file(0)} <= found.keys() for found in captured)
+    assert shard_file(1) in captured[0]
 
     settings = [*data, "batch.row_length=128", "budget.steps=4", "evaluate.conversations=2", "evaluate.probe_prompts=0"]
     script = ["--config", str(ROOT / "configs/quick.yaml"), *settings]
     train = [str(ROOT / "train/distill_draft.py"), *script, "run=run", f"states.folder={s3}"]
     trained = run("trainer", *train)
     assert trained.returncode == 0, trained.stderr
-    assert etags("train") == captured and "index.json" in etags(
-        "heldout"
-    )  # it captured what was not there, and no more
+    assert (etags("train"), etags("heldout")) == captured  # all was there
     from draftsmith.train.distill_draft import main
 
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,8 @@ from draftsmith.data import places, rolling
 from draftsmith.data.places import Folder, Place, Store, inside, place_of
 from draftsmith.data.rolling import Rolling, open_rolling, reading_blocks, reading_order, write_plan
 from draftsmith.data.states import StateStore, plan, shard_file
-from draftsmith.inference.capture import CaptureConfig, capture, capture_rolling, run_capture, state_fields
+from draftsmith.inference.capture import capture, capture_rolling, run_capture, state_fields
+from draftsmith.inference.capture_config import CaptureConfig
 from draftsmith.train.distill_draft import main
 from draftsmith.train.stream import Stream
 
@@ -69,9 +70,9 @@ class Capture:
 
         data = DataConfig(limit=DATA["limit"], max_length=DATA["max_length"])
         config = CaptureConfig(
-            out=f"{where}/train", target="tiny", dtype="float32", data=data, taps=taps, rolling=ahead, threads=1
+            out=where, target="tiny", dtype="float32", data=data, taps=taps, rolling=ahead, threads=1, heldout=2
         )
-        self.place, self.errors = place_of(config.out), list[BaseException]()
+        self.place, self.errors = inside(place_of(where), "train"), list[BaseException]()
         self.done = threading.Event()
 
         def run() -> None:
@@ -83,6 +84,9 @@ class Capture:
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
+        # loading the target draws random numbers of this process, as building a drafter does
+        while not self.done.is_set() and rolling.PLAN not in self.place.sizes():
+            time.sleep(0.02)
 
 
 def train(run: str, where: str, *more: str) -> int:
@@ -129,6 +133,8 @@ def test_disk_is_bounded_and_nothing_else_changes(tmp_path: Path, whole: dict[st
     assert '"damaged": "step-00000004"' in (run / "metrics.jsonl").read_text()
     assert made.done.wait(30) and not made.errors
     assert MOST[str(made.place)] < 2 * AHEAD and shards(made.place) == 0
+    plan_file, held = tmp_path / "states/train/rolling.json", list((tmp_path / "states/heldout").iterdir())
+    assert len(held) > 1 and all(path.stat().st_mtime_ns < plan_file.stat().st_mtime_ns for path in held)
     assert same(run, whole)
 
 

@@ -30,6 +30,7 @@ from draftsmith.data.encode import Sample, encode_all, prompt_ids
 from draftsmith.data.packing import collate
 from draftsmith.data.places import Place, inside, place_of
 from draftsmith.data.rolling import open_rolling, reading_order
+from draftsmith.data.sources import split_conversations
 from draftsmith.data.states import StateStore
 from draftsmith.inference.capture import capture, state_fields
 from draftsmith.inference.export import export
@@ -46,7 +47,6 @@ from draftsmith.train import engine
 from draftsmith.train.loop import Summary, train
 from draftsmith.train.script import (
     claim,
-    conversations,
     how_it_ended,
     last_heldout,
     make_stream,
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say = print if accelerator.is_main_process else silent
 
     target = target_of(config, accelerator, captured_from(config, folder))
-    train_talks, heldout_talks = conversations(config)
+    train_talks, heldout_talks = split_conversations(config.data, config.evaluate.conversations)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
     say(f"target {target.facts.name}, {where_it_is(target)}; training data: {report}; held out: {len(heldout_samples)}")
@@ -124,10 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if accelerator.is_main_process:
         write_run_file(folder, config, SCRIPT, argv, accelerator, samples, report, target)
     accelerator.wait_for_everyone()
-    samples, states_of, store = states(config, target, drafter, samples, folder, "train", accelerator)
-    heldout_samples, heldout_states_of, _ = states(
-        config, target, drafter, heldout_samples, folder, "heldout", accelerator
-    )
+    try:
+        samples, states_of, store = states(config, target, drafter, samples, folder, "train", accelerator)
+        heldout_samples, heldout_states_of, _ = states(
+            config, target, drafter, heldout_samples, folder, "heldout", accelerator
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}{held_out_otherwise(config, folder, len(heldout_samples))}") from error
     stream = make_stream(config, samples, accelerator, store)
     absent = target.placement == "absent"
     if absent and heldout_talks:
@@ -217,6 +220,23 @@ def captured_from(config: TrainConfig, folder: Path) -> str | None:
     if rounded:
         raise ValueError(f"states of a target rounded to {rounded} are read with target.quantize={rounded} alone")
     return known_by
+
+
+def held_out_otherwise(config: TrainConfig, folder: Path, here: int) -> str:
+    """What a refusal of captured states adds where their capture held out another number of samples, so that those of the
+    source have other numbers; empty where it did not."""
+    place = inside(states_place(config, folder), "heldout")
+    if "index.json" in place.sizes():
+        there = StateStore(place).samples
+    elif config.target.placement == "absent":
+        there = 0
+    else:  # not captured before: this training does it
+        return ""
+    asked = config.evaluate.conversations
+    return "" if there == here else (
+        f"; the capture held out {there} samples, evaluate.conversations={asked} holds out {here}: capture with "
+        f"--heldout {asked}, or give evaluate.conversations as it was"
+    )  # fmt: skip
 
 
 def states(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..configs import consistency, diffusion
@@ -26,7 +26,7 @@ from ..configs.diffusion import DiffusionConfig
 from ..configs.heads import HeadsConfig
 from ..configs.parse import UsageError, keys_of, parse, read_recipe, split_tokens
 from ..configs.runs import RunConfig
-from ..configs.training import TrainConfig
+from ..configs.training import TargetConfig, TrainConfig
 from ..models import METHODS
 from ..models.outline import load_config
 from .distill_draft import read_config as read_draft
@@ -51,9 +51,10 @@ class PlanConfig:
     """Devices of a node."""
     nodes: int = 1
     """Nodes."""
-    placement: Placement = "replicated"
-    """Where the frozen target is: whole on every device; sharded over them; on devices of its own; in 4 (nf4) or 8 bits
-    (int8); or absent, its states captured elsewhere before."""
+    placement: Placement | None = None
+    """Where the frozen target is: whole on every device; its layers sharded over those of a machine; on devices of its own; in
+    4 (nf4) or 8 bits (int8); or absent, its states captured elsewhere before. null = as the recipe says
+    (`target.placement`, `target.quantize`)."""
     memory_gb: float | None = None
     """Memory of a device in GB (1e9 bytes), in the place of the table's."""
     reserve_gb: float = 1.5
@@ -86,6 +87,12 @@ class PlanConfig:
     @property
     def world(self) -> int:
         return self.devices * self.nodes
+
+    @property
+    def place(self) -> Placement:
+        """Where the target is, once the recipe has been read."""
+        assert self.placement is not None
+        return self.placement
 
     @property
     def room(self) -> float | None:
@@ -136,12 +143,13 @@ def read_run(argv: Sequence[str]) -> RunConfig:
 def run_plan(config: PlanConfig, argv: Sequence[str]) -> int:
     """Plan, print, and return the exit code."""
     run = read_run(argv)
-    refuse_placement(run, config.placement)
+    config = replace(config, placement=config.placement or placement_of(run.target))
+    refuse_placement(run, config.place)
     name, target = load_config(run.target.name, run.target.revision)
     text = text_of(run, target.vocab_size, config.samples, config.tokens, config.supervised)
     rows = math.ceil(run.batch.rows / config.world)
-    work = Work(run, name, target, text, config.world)
-    plan = make_plan(work, rows, work.engine, config.placement, config.gpu is None)
+    work = Work(run, name, target, text, config.world, config.devices)
+    plan = make_plan(work, rows, work.engine, config.place, config.gpu is None)
     fits = None if config.room is None else plan.peak <= config.room
     most = largest_micro_batch(work, plan, config) if config.room is not None else None
     ways = what_would(work, plan, config) if fits is False else []
@@ -150,6 +158,13 @@ def run_plan(config: PlanConfig, argv: Sequence[str]) -> int:
     else:
         print("\n".join(lines(plan, config, fits, most, ways)))
     return 1 if fits is False else 0
+
+
+def placement_of(target: TargetConfig) -> Placement:
+    """What a recipe says, in the words of a plan."""
+    if target.quantize != "none":
+        return "nf4" if target.quantize == "nf4" else "int8"
+    return "own" if target.placement == "devices" else target.placement
 
 
 def refuse_placement(run: RunConfig, placement: Placement) -> None:
@@ -173,7 +188,7 @@ def largest_micro_batch(work: Work, plan: Plan, config: PlanConfig) -> int:
 
     def peak(rows: int) -> int:
         if rows not in known:
-            known[rows] = make_plan(work, rows, work.engine, config.placement, config.gpu is None).peak
+            known[rows] = make_plan(work, rows, work.engine, config.place, config.gpu is None, plan).peak
         return known[rows]
 
     return most_rows(peak, config.room, max(MOST_TOKENS // work.run.batch.row_length, 1))
@@ -184,7 +199,7 @@ def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
     assert config.room is not None
     room, one = (
         config.room,
-        plan if plan.rows == 1 else make_plan(work, 1, work.engine, config.placement, config.gpu is None),
+        plan if plan.rows == 1 else make_plan(work, 1, work.engine, config.place, config.gpu is None, plan),
     )
     engines = [work.engine, *(e for e in ENGINES if config.world > 1 and e != work.engine)]
     found: list[str] = []

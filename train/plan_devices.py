@@ -1,4 +1,5 @@
-"""Devices that a plan can be made for, and how long they take: a literal table and arithmetic.
+"""Devices that a plan can be made for, and how long they take: a literal table and arithmetic. Figures are the
+vendors', as `source` names them; compared with what other tables give of them, not with the devices.
 
 Test: pytest tests/test_plan.py
 """
@@ -53,7 +54,3 @@ def device_of(name: str) -> Device:
 def step_seconds(flops: float, trained: int, device: Device, share: float) -> float:
     """One optimiser step of one device: its products at `share` of the peak, and the update at the memory's speed."""
     return flops / (share * device.tflops * 1e12) + UPDATE_BYTES * trained / (device.bandwidth * 1e9)
-
-
-def capture_seconds(flops: float, device: Device, share: float) -> float:
-    return flops / (share * device.tflops * 1e12)

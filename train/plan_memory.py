@@ -78,9 +78,11 @@ def target_bytes(numbers: Numbers, placement: Placement, devices: int) -> Term:
     if placement == "replicated":
         return Term("target", whole, f"{each:g} bytes x {numbers.target:,} frozen numbers")
     if placement == "sharded":
-        size = share(whole, True, devices) + numbers.layer
+        size = numbers.ends + share(whole - numbers.ends, True, devices) + numbers.layer
         return Term(
-            "target", size, f"{each:g} bytes x {numbers.target:,} / {devices} devices + its largest layer, gathered"
+            "target",
+            size,
+            f"{each:g} bytes x {numbers.target:,}: its layers / {devices} devices of a machine, one of them gathered, + its ends",
         )
     if placement in ("nf4", "int8"):
         bits = NF4_BITS if placement == "nf4" else INT8_BITS
@@ -94,17 +96,24 @@ def target_bytes(numbers: Numbers, placement: Placement, devices: int) -> Term:
 
 
 def device_memory(
-    numbers: Numbers, parts: Mapping[str, int], engine: str, placement: Placement, devices: int, kept: str
+    numbers: Numbers,
+    parts: Mapping[str, int],
+    engine: str,
+    placement: Placement,
+    devices: int,
+    kept: str,
+    machine: int | None = None,
 ) -> list[Term]:
     """The components of one device at the moment when it holds most; their sum is the peak. `parts`: of the micro-batch
-    (`Step.parts`); `kept`: what most of its activations are."""
+    (`Step.parts`); `kept`: what most of its activations are; `machine`: those of the `devices` that are in one machine (None =
+    all), over which a target is sharded."""
     split, n = ENGINES[engine], numbers.trained
 
     def spread(divided: bool) -> str:
         return f" / {devices} devices" if divided and devices > 1 else ""
 
     terms = [
-        target_bytes(numbers, placement, devices),
+        target_bytes(numbers, placement, machine or devices),
         Term("drafter", share(4 * n, split.weights, devices) + numbers.fixed_bytes,
              f"4 bytes x {n:,} trained numbers{spread(split.weights)} (fp32 masters) + {numbers.fixed_bytes:,} bytes that do not learn"),
     ]  # fmt: skip

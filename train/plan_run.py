@@ -21,6 +21,7 @@ from ..data.batch import Batch
 from ..data.encode import Sample, encode_all
 from ..data.formats import top_bytes
 from ..data.packing import make_batch
+from ..data.sources import split_conversations
 from ..data.states import FORMAT, ROW_BYTES, SHARD_TOKENS, StateFields, estimate
 from ..models import METHODS
 from ..models.adapters import Adapters
@@ -103,8 +104,6 @@ class Text:
 
 def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None, supervised: float) -> Text:
     """The data of a recipe, by its own tokenizer where that is here. Raises ValueError for data that cannot be read."""
-    from .script import conversations  # which imports this module
-
     if samples is not None and tokens is not None:
         return Text([], 0, tokens, supervised, f"{samples:,} samples of {tokens:,} tokens, as given")
     try:
@@ -115,7 +114,7 @@ def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None,
         raise ValueError(
             f"target {run.target.name!r}: its tokenizer has {len(tokenizer)} tokens, its config.json {vocab} rows"
         )
-    talks, held = conversations(run)
+    talks, held = split_conversations(run.data, run.evaluate.conversations)
     own, report = encode_all(talks, tokenizer, run.data.max_length)
     other = sum(len(s) for s in encode_all(held, tokenizer, run.data.max_length)[0]) if held else 0
     return Text(
@@ -125,13 +124,15 @@ def text_of(run: RunConfig, vocab: int, samples: int | None, tokens: int | None,
 
 @dataclass(frozen=True)
 class Work:
-    """What is planned: the recipe, its target's config, its data, and how many devices share a micro-batch."""
+    """What is planned: the recipe, its target's config, its data, how many devices share a step, and how many of them are
+    in one machine (None = all)."""
 
     run: RunConfig
     name: str
     config: Any
     text: Text
     world: int
+    machine: int | None = None
 
     @property
     def engine(self) -> str:
@@ -179,15 +180,21 @@ class Plan:
         return replace(self, moments=moments)
 
 
-def make_plan(work: Work, rows: int, engine: str, placement: Placement, one_memory: bool = True) -> Plan:
+def make_plan(
+    work: Work, rows: int, engine: str, placement: Placement, one_memory: bool = True, before: Plan | None = None
+) -> Plan:
     """Trace one micro-batch of `rows` rows on shapes, and add up. `one_memory`: weights and checkpoints' copies share one
-    memory, as on CPUs. Raises ValueError for what the recipe's own script would refuse."""
+    memory, as on CPUs. `before`: a plan of the same work with other rows, whose capture need not be traced again. Raises
+    ValueError for what the recipe's own script would refuse."""
     run = work.run
     batch = work.text.batch(run, rows, work.world)
     several = run.batch.accumulate > 1 or work.world > 1
     built, step, weights = trace(lambda outline: build(work, outline), batch, run.precision, kept_gradients=several)
     numbers = numbers_of(built, weights, run.optim)
-    capture_pass, capture_flops = capture_of(work, built) if built.fields is not None else (0, None)
+    if before is not None:
+        capture_pass, capture_flops = before.capture_pass, before.capture_flops
+    else:
+        capture_pass, capture_flops = capture_of(work, built) if built.fields is not None else (0, None)
     return Plan(
         work,
         rows,
@@ -324,7 +331,7 @@ def moments_of(
     capture_pass: int,
     one_memory: bool,
 ) -> dict[str, list[Term]]:
-    training = device_memory(numbers, step.parts, engine, placement, work.world, step.kept)
+    training = device_memory(numbers, step.parts, engine, placement, work.world, step.kept, work.machine)
     moments = {"training": training}
     if one_memory:
         moments["saving"] = saving_memory(training, numbers)
@@ -339,7 +346,7 @@ def moments_of(
         formula = f"a pass of {run.states.batch_tokens:,} tokens (states.batch_tokens)"
         formula += f" x {threads} threads, each with a shard" if one_memory else ""
         shard = 2 * SHARD_TOKENS * step.token_bytes if one_memory else 0
-        own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.world)
+        own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.machine or work.world)
         drafter = [t for t in training if t.name == "drafter"] if one_memory else []
         moments["capturing"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
     return moments

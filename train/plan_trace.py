@@ -99,25 +99,27 @@ def trace(
             outline.hold(x, "states")
         for parameter in built.trained:
             parameter.register_post_accumulate_grad_hook(lambda p: outline.move(p.grad, "gradients"))
-        target_flops = 0
-        for _ in range(2 if kept_gradients and backward else 1):
-            outline.measure()
-            with outline.counted_as("workspace"), torch.no_grad():
-                out = states_of(built, batch)
-            told = () if out.likeliest is None else vars(out.likeliest).values()
-            given = (*told, out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv))
-            for state in given:
-                if state is not None:
-                    outline.move(state, "states")
-            target_flops = outline.flops
-            counts = built.module.denominators(batch, 0.0)
-            with outline.counted_as("activations"), nullcontext() if backward else torch.no_grad():
-                loss, _ = module(batch, out, 0.0, counts)
-            kept = outline.kept("activations") + outline.kept("teacher")
-            if backward:
-                with outline.counted_as("workspace"):
-                    loss.backward()
-            del loss, out
+        if kept_gradients and backward:
+            with outline.counted_as("gradients"):
+                for parameter in built.trained:
+                    parameter.grad = torch.zeros_like(parameter)
+        outline.measure()
+        with outline.counted_as("workspace"), torch.no_grad():
+            out = states_of(built, batch)
+        told = () if out.likeliest is None else vars(out.likeliest).values()
+        given = (*told, out.taps_BTPD, out.last_hidden_BTD, out.log_z_BT, out.top_BT, *_tensors(out.kv))
+        for state in given:
+            if state is not None:
+                outline.move(state, "states")
+        target_flops = outline.flops
+        counts = built.module.denominators(batch, 0.0)
+        with outline.counted_as("activations"), nullcontext() if backward else torch.no_grad():
+            loss, _ = module(batch, out, 0.0, counts)
+        kept = outline.kept("activations") + outline.kept("teacher")
+        if backward:
+            with outline.counted_as("workspace"):
+                loss.backward()
+        del loss, out
     parts = {k: outline.at_peak[k] for k in ("states", "activations", "teacher", "gradients", "workspace", "other")}
     parts["workspace"] += parts.pop("other")
     letters = letters_of(built, batch)

@@ -29,7 +29,6 @@ from ..configs.training import TrainConfig, differing
 from ..data.encode import Sample
 from ..data.places import write_atomically
 from ..data.rolling import reading_blocks, shards_of_windows
-from ..data.sources import Conversation, load_conversations
 from ..data.states import StateStore, data_fingerprint
 from ..inference.card import scrub_values
 from ..inference.exporters.layout import RunFacts
@@ -62,20 +61,6 @@ def refuse_other_run(folder: Path, config: RunConfig) -> None:
         raise ValueError(
             f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another `run` folder"
         )
-
-
-def conversations(config: RunConfig) -> tuple[list[Conversation], list[Conversation]]:
-    """(training, held out). The shipped set has a split of its own; of any other source every tenth conversation is
-    held out, at most `evaluate.conversations` of them."""
-    talks = load_conversations(config.data)
-    wanted = config.evaluate.conversations
-    if config.data.source == "shipped":
-        held = load_conversations(dataclasses.replace(config.data, split="heldout", limit=None))
-        step = max(len(held) // max(wanted, 1), 1)  # spread over the categories
-        return talks, held[::step][:wanted]
-    held = talks[::10][:wanted] if len(talks) >= 20 else []
-    names = {id(t) for t in held}
-    return [t for t in talks if id(t) not in names], held
 
 
 def make_stream(

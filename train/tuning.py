@@ -18,7 +18,7 @@ from ..configs.runs import RunConfig
 from ..data.batch import TargetOut
 from ..data.encode import Sample, encode_all, prompt_ids
 from ..data.packing import collate
-from ..data.sources import Conversation
+from ..data.sources import Conversation, split_conversations
 from ..inference.exporters.layout import RunFacts
 from ..models.adapters import Adapters
 from ..models.target import Target
@@ -26,7 +26,6 @@ from . import checkpoint, engine
 from .loop import Judge, Probe, by_run_length, train
 from .script import (
     claim,
-    conversations,
     how_it_ended,
     logged,
     make_stream,
@@ -77,7 +76,7 @@ def launch(config: Any, script: str, argv: Sequence[str], build: Callable[[Any, 
     config, module = tuning.config, tuning.module
     refuse_other_run(folder, config)
 
-    train_talks, heldout_talks = conversations(config)
+    train_talks, heldout_talks = split_conversations(config.data, config.evaluate.conversations)
     samples, report = encode_all(train_talks, target.tokenizer, config.data.max_length)
     heldout_samples = encode_all(heldout_talks, target.tokenizer, config.data.max_length)[0] if heldout_talks else []
     tuning.check([*train_talks, *heldout_talks], [*samples, *heldout_samples])

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.data.encode import encode_all
+from draftsmith.data.sources import split_conversations
 from draftsmith.data.states import StateStore
 from draftsmith.inference.evaluate import evaluate, write_report
 from draftsmith.inference.evaluate_config import EvaluateConfig
@@ -152,7 +153,9 @@ def read_speed(name: str, args: argparse.Namespace) -> Row:
     argv = ["--config", str(ROOT / f"configs/{RECIPE}.yaml"), *settings_of(name, 0, args)]
     config = distill_draft.read_config(argv, "cache.py")
     target = load_target(config.target.name, dtype=config.target.dtype)
-    samples, _ = encode_all(distill_draft.conversations(config)[0], target.tokenizer, config.data.max_length)
+    samples, _ = encode_all(
+        split_conversations(config.data, config.evaluate.conversations)[0], target.tokenizer, config.data.max_length
+    )
     store = StateStore(args.out / f"states-{name}" / "train")
     batch = config.batch
     stream = Stream(

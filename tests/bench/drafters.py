@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.data.encode import encode_all
+from draftsmith.data.sources import split_conversations
 from draftsmith.inference.capture import capture
 from draftsmith.inference.evaluate import evaluate, write_report
 from draftsmith.inference.evaluate_config import EvaluateConfig
@@ -345,7 +346,9 @@ def capture_states(settings: Sequence[str], folder: Path) -> None:
     argv = ["--config", str(ROOT / f"configs/{PARTS['eagle3'].recipe}.yaml"), *settings]
     config = distill_draft.read_config(argv, "drafters.py")
     target = load_target(config.target.name, dtype=config.target.dtype)
-    for split, talks in zip(("train", "heldout"), distill_draft.conversations(config), strict=True):
+    for split, talks in zip(
+        ("train", "heldout"), split_conversations(config.data, config.evaluate.conversations), strict=True
+    ):
         samples, report = encode_all(talks, target.tokenizer, config.data.max_length)
         print(f"+ capturing {split}: {report}", flush=True)
         capture(target, samples, folder / split, default_taps(target.facts.layers), progress=sys.stderr.isatty())

@@ -39,7 +39,8 @@ from forked import ROOT, Ranks, free_port, text_of
 
 SCRIPT, ENGINES = "train/distill_draft.py", ("ddp", "zero2")
 WHOM = ("rank 0", "rank 1", "both", "all")  # all: the launcher, too
-CLOCKS = ("seconds", "tokens_per_second")  # what a line says about time
+CLOCKS = ("seconds", "tokens_per_second")  # what a line says about time; so does all of these:
+MEASURED = ("speed/", "time/", "memory/")
 OUTLIVE = 60.0  # seconds from the kill to the launch's end
 
 
@@ -203,6 +204,11 @@ def newest(folder: Path) -> int:
     return int(path.name.removeprefix("step-")) if path is not None else 0
 
 
+def steady(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of the log without what was measured of the machine."""
+    return {k: v for k, v in line.items() if k not in CLOCKS and not k.startswith(MEASURED)}
+
+
 def end_of(folder: Path, steps: int) -> dict[str, str]:
     """Digests of everything that must be equal."""
     last = folder / f"checkpoints/step-{steps:08d}"
@@ -211,7 +217,7 @@ def end_of(folder: Path, steps: int) -> dict[str, str]:
     found = {f"{p.parent.name}/{p.name}": hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
     state = json.loads((last / "state.json").read_text())["state"] | {"seconds": 0.0}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    plain = [{k: v for k, v in line.items() if k not in CLOCKS} for line in lines]
+    plain = [steady(line) for line in lines]
     for name, value in (("state", state), ("metrics", plain)):
         found[name] = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
     return found

@@ -8,9 +8,9 @@ mapped by themselves), so that what is resident is what is held; and oneDNN to k
 for each shape it meets (else about 8 MB a step in bf16, up to its 1,024). The prediction is made before, in another process that has
 no weights, and nothing in it knows of these configurations.
 
-    python tests/bench/plan.py                 # five configurations, about 5 minutes; then the printed plans
+    python tests/bench/plan.py                 # five configurations, then the printed plans: about 12 minutes
     python tests/bench/plan.py --quick         # the two smallest
-    python tests/bench/plan.py --plans         # the printed plans alone, a minute
+    python tests/bench/plan.py --plans         # the printed plans alone, about 4 minutes
 
 The last line is JSON; the exit code is 1 where a prediction is more than 15 % off, where the configurations differ by less
 than 3 x, or where a plan's largest term is full logits in fp32.
@@ -68,7 +68,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
 }  # fmt: skip
 
-# config.json of three large targets (huggingface.co, read 2026-11): the numbers that shape them.
+# Three large targets: the numbers of their published config.json that shape them.
 LARGE: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B-Instruct": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
