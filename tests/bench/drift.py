@@ -2,11 +2,11 @@
 
 2,000 steps of EAGLE-3 on the tiny target by the real script, from live and from captured states, in fp32 and in bf16. The
 documents differ in length, so that every step multiplies other numbers of rows; evaluations, probes and checkpoints come
-every 100 steps. The script runs in a process of its own and is looked at from outside, 10 times a second: resident memory
+every 200 steps. The script runs in a process of its own and is looked at from outside, 10 times a second: resident memory
 (VmRSS, mapped pages included), open files, and mapped shards, each sample at the step that the log has reached. The median
 of the last 200 steps is held against that of steps 200 to 400: at most 1 % more memory, no more files or shards.
 
-    OMP_NUM_THREADS=1 python tests/bench/drift.py              # about 5 minutes on one core
+    OMP_NUM_THREADS=1 python tests/bench/drift.py              # about 6 minutes on one core
     python tests/bench/drift.py --quick                        # 300 steps each, windows of 50; no figure means anything
     ONEDNN_PRIMITIVE_CACHE_CAPACITY=1024 LRU_CACHE_CAPACITY=1024 python tests/bench/drift.py --only live-bf16   # as torch has it
 
@@ -34,8 +34,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = (
     *("target.name=tiny", "data.limit=60", "data.max_length=128", "batch.row_length=128", "batch.rows=1"),
-    *("drafter.steps=2", "evaluate.every=100", "evaluate.conversations=4", "evaluate.probe_every=100"),
-    *("evaluate.probe_prompts=1", "evaluate.probe_tokens=8", "save.steps=100", "log.every=1", "log.progress=false"),
+    *("drafter.steps=2", "evaluate.every=200", "evaluate.conversations=4", "evaluate.probe_every=200"),
+    *("evaluate.probe_prompts=1", "evaluate.probe_tokens=8", "save.steps=200", "log.every=1", "log.progress=false"),
 )
 PRECISIONS = {
     "fp32": ("precision=fp32", "target.dtype=float32"),
