@@ -246,6 +246,34 @@ def test_recipe_and_environment_name_the_processes(monkeypatch: pytest.MonkeyPat
     assert engine.start(config_of(processes=1)).num_processes == 1
 
 
+def test_shapes_that_never_return_cost_no_memory() -> None:
+    """200 products in bf16, each of another shape: what is compiled for them does not stay. (It is 130 MB where nobody says
+    how many to keep.) Who did is heard."""
+    program = """
+import os, torch
+from pathlib import Path
+from draftsmith.train.engine import bound_cached_products
+def resident():
+    return next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmRSS"))
+bound_cached_products()
+weight = torch.randn(64, 64, dtype=torch.bfloat16)
+for rows in range(2, 402):
+    torch.nn.functional.linear(torch.randn(rows, 64, dtype=torch.bfloat16), weight)
+    if rows == 201:
+        before = resident()
+print(os.environ["LRU_CACHE_CAPACITY"], (resident() - before) // 1024)
+"""
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=True)
+    capacity, grown = map(int, done.stdout.split())
+    assert capacity == engine.CACHED and grown < 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LRU_CACHE_CAPACITY", "7")
+        engine.bound_cached_products()
+        assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+
+
 def test_deepspeed_that_is_switched_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

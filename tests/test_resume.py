@@ -300,6 +300,25 @@ def test_signals_save_and_exit_with_their_code(number: signal.Signals, code: int
     assert checkpoint.newest(tmp_path / "checkpoints")[0] is not None
 
 
+def test_a_second_signal_ends_at_once() -> None:
+    """What a launcher passes on at once is no second signal; what comes later is, and ends what the first waits for."""
+    program = """
+import os, signal, sys, time
+from draftsmith.train import loop
+loop.ECHO = 0.2
+with loop.Stop() as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("asked", stop.signal, flush=True)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+    print("still here")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (130, "asked 15\n"), done.stderr
+
+
 def test_sigkill_loses_no_more_than_one_interval(tmp_path: Path) -> None:
     process = start_run(tmp_path, "save.steps=3")
     end = time.monotonic() + 90
