@@ -289,7 +289,24 @@ def test_what_would_fit_is_named() -> None:
     four, one = (make_plan(work, rows, "ddp", "replicated") for rows in (4, 1))
     config = plan.PlanConfig("x", placement="replicated", memory_gb=(four.peak + one.peak) / 2e9, reserve_gb=0.0)
     found = plan.what_would(work, four, config)
-    assert any("rows a device=1" in way for way in found)
+    assert any(way.startswith("batch.rows=1 batch.accumulate=4: ") for way in found)  # the same rows a step
+    assert any(way.startswith("target.quantize=nf4") or way.startswith("target.placement=") for way in found)
+
+
+def test_what_would_fit_is_said_in_a_recipes_keys() -> None:
+    """What `placement_of` reads back as the placement that was meant."""
+    asked = TargetConfig(quantize="nf4")
+    assert plan.keys_of_placement("sharded", asked) == {"target.placement": "sharded", "target.quantize": "none"}
+    assert plan.keys_of_placement("nf4", TargetConfig(placement="sharded")) == {
+        "target.placement": "replicated",
+        "target.quantize": "nf4",
+    }
+    assert plan.keys_of_placement("own", TargetConfig())["target.devices"]
+    for place in ("replicated", "sharded", "nf4", "int8", "absent"):
+        said = {
+            key.removeprefix("target."): value for key, value in plan.keys_of_placement(place, TargetConfig()).items()
+        }
+        assert plan.placement_of(TargetConfig(**said)) == place
 
 
 @pytest.mark.parametrize(
