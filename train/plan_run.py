@@ -48,6 +48,7 @@ from .plan_memory import (
 from .plan_trace import Built, Step, trace
 from .stream import Stream
 
+LOOKED = 4  # epochs whose micro-batches are compared
 HEAD_ROWS = 256  # rows of full logits that capture holds at once
 
 
@@ -68,8 +69,8 @@ class Text:
         )
 
     def batch(self, run: RunConfig, rows: int, world: int) -> Batch:
-        """The micro-batch of one device that holds the most supervised tokens in the first epoch; of data that is not here,
-        full rows."""
+        """The micro-batch of one device that holds the most supervised tokens in the budget's first epochs; of data that is
+        not here, full rows."""
         length = run.batch.row_length
         if not self.samples:
             own = min(run.data.max_length, length)
@@ -77,11 +78,16 @@ class Text:
             made = Sample(0, torch.zeros(own, dtype=torch.int64), torch.arange(own) >= free)
             row = [replace(made, sample_id=i) for i in range(length // own)]
             return make_batch([row] * rows, length, run.seed, 0)
-        every = self.stream(run).rows_of_epoch(0)
-        heavy = [sum(int(self.samples[i].supervised.sum()) for i in row) for row in every]
-        starts = range(0, len(every), rows * world)
-        at = max(starts, key=lambda s: sum(heavy[s : s + rows * world : world]))
-        chosen = [every[i % len(every)] for i in range(at, at + rows * world, world)]
+        stream, steps = self.stream(run), self.steps(run)
+        epochs = 1 if steps is None else min(math.ceil(steps / stream.windows(0)), LOOKED)
+        told = [int(sample.supervised.sum()) for sample in self.samples]
+        heaviest, chosen = -1, list[list[int]]()
+        for every in map(stream.rows_of_epoch, range(epochs)):
+            for at in range(0, len(every), rows * world):
+                count = sum(told[i] for row in every[at : at + rows * world : world] for i in row)
+                if count > heaviest:
+                    heaviest = count
+                    chosen = [every[i % len(every)] for i in range(at, at + rows * world, world)]
         return make_batch([[self.samples[i] for i in row] for row in chosen], length, run.seed, 0)
 
     def steps(self, run: RunConfig) -> int | None:
