@@ -236,6 +236,18 @@ def test_largest_micro_batch_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> 
     assert plan.largest_micro_batch(work, make_plan(work, 2, "ddp", "replicated"), config) == 3
 
 
+def test_the_heaviest_micro_batch_of_the_budget() -> None:
+    """Of the epochs that ten steps reach, not of the first alone."""
+    work = work_of(dataclasses.replace(recipe("medusa"), seed=1))
+    stream = work.text.stream(work.run)
+    told = [
+        [int(batch.supervised_BT.sum()) for at in range(stream.windows(epoch)) for batch in stream.window(epoch, at)]
+        for epoch in range(3)
+    ]
+    assert max(told[0]) < max(max(told[1]), max(told[2]))
+    assert int(work.text.batch(work.run, 2, 1).supervised_BT.sum()) == max(map(max, told))
+
+
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
     code = main(["plan", *argv, "--json", "true"])
     out, error = capsys.readouterr()
