@@ -31,7 +31,16 @@ from draftsmith.models.target import live_states
 from draftsmith.train import plan, plan_memory, plan_run, script
 from draftsmith.train.loop import LossModule
 from draftsmith.train.plan_devices import DEVICES, device_of
-from draftsmith.train.plan_memory import ENGINES, Numbers, device_memory, most_rows, target_bytes, total
+from draftsmith.train.plan_memory import (
+    ENGINES,
+    Numbers,
+    device_memory,
+    most_rows,
+    packed_head,
+    packed_memory,
+    target_bytes,
+    total,
+)
 from draftsmith.train.plan_run import Text, Work, make_plan
 
 RECIPES = Path(__file__).resolve().parents[1] / "configs"
@@ -200,6 +209,29 @@ def test_placements_of_the_target() -> None:
     assert of("own") == of("absent") == 4_000
     assert of("int8") == 16_000 - 12_000 + 6_000
     assert of("nf4") == 16_000 - 12_000 + int(4.127 / 8 * 6_000)
+
+
+def test_a_packed_head_is_counted_once() -> None:
+    """Where a CPU packs bf16 weights: from the first logits on, and not again by decoding."""
+    packed = dataclasses.replace(NUMBERS, packed_head=2_000)
+    assert packed_memory(NUMBERS).bytes == 2 * (6_000 + 2_000)
+    assert packed_memory(packed).bytes + total(packed_head(packed)) == 2 * (6_000 + 2_000)
+    assert packed_head(NUMBERS) == []
+
+
+def test_the_head_that_is_packed_is_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of all rows and of the draft vocabulary's, as `Target._rows` packs them, on CPUs alone."""
+    monkeypatch.setattr(plan_run, "packs", lambda weight: True)
+    head = load_config("tiny")[1].vocab_size * load_config("tiny")[1].hidden_size
+    width = load_config("tiny")[1].hidden_size
+    drafts = dataclasses.replace(recipe("medusa"), draft_vocab=16)
+    for run, numbers in ((recipe("medusa"), head), (drafts, head + 16 * width)):
+        planned = make_plan(work_of(run), 2, "ddp", "replicated")
+        assert planned.numbers.packed_head == numbers
+        assert "packed head" in {term.name for term in planned.moments["training"]}
+        assert "packed head" not in {
+            term.name for term in make_plan(work_of(run), 2, "ddp", "replicated", False).moments["training"]
+        }
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from .plan_memory import (
     checkpoint_bytes,
     device_memory,
     largest,
+    packed_head,
     packed_memory,
     saving_memory,
     target_bytes,
@@ -288,7 +289,17 @@ def numbers_of(built: Built, weights: dict[str, int], optim: OptimConfig) -> Num
         layer=max(sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers),
         moments=moment_numbers(built.module, optim),
         head=target.head_weight.numel(),
+        packed_head=packed_numbers(built),
     )
+
+
+def packed_numbers(built: Built) -> int:
+    """Of the target's head as a CPU packs it for logits: all rows, and those of the draft vocabulary."""
+    head, drafts = built.target.head_weight, getattr(built.module, "d2t_W", None)
+    if built.needs <= {"ids"} or built.target.not_lean is not None or not packs(torch.zeros(0, dtype=head.dtype)):
+        return 0
+    rows = [len(head)] + ([] if drafts is None else [len(drafts)])
+    return sum(n * head.shape[1] for n in rows if n * head.shape[1] * head.element_size() <= PACK_BYTES)
 
 
 def moment_numbers(module: nn.Module, optim: OptimConfig) -> int:
@@ -340,7 +351,8 @@ def moments_of(
     training = device_memory(numbers, step.parts, engine, placement, work.world, step.kept, work.machine)
     moments = {"training": training}
     if one_memory:
-        moments["saving"] = saving_memory(training, numbers)
+        training += packed_head(numbers)
+        moments["saving"] = [*saving_memory(training, numbers), *packed_head(numbers)]
         if probes_packed(work.run, numbers):
             moments["saving"].append(packed_memory(numbers))
             if work.run.evaluate.probe_every:
@@ -354,7 +366,12 @@ def moments_of(
         shard = 2 * SHARD_TOKENS * step.token_bytes if one_memory else 0
         own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.machine or work.world)
         drafter = [t for t in training if t.name == "drafter"] if one_memory else []
-        moments["capturing"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
+        moments["capturing"] = [
+            own,
+            *drafter,
+            *(packed_head(numbers) if one_memory else []),
+            Term("capture", threads * (capture_pass + shard), formula),
+        ]
     return moments
 
 

@@ -5,9 +5,9 @@ checkpoints, export. What it holds besides is subtracted: the same recipe goes b
 made, so that libraries are loaded, kernels compiled and the interpreter's heap is grown; what is resident then is the base.
 The peak is the kernel's own (VmHWM of /proc/self/status, reset as the loop begins), without the pages of files that the loop
 maps. glibc's malloc is told to give large blocks back at once (one arena, blocks from 64 kB mapped by themselves), so that
-what is resident is what is held, and MKL likewise; and oneDNN to keep few of the products that it compiles for each shape it
-meets (else about 8 MB a step in bf16, up to its 1,024). The prediction is made before, in another process that has no weights, and nothing in
-it knows of these configurations.
+what is resident is what is held, and MKL likewise; oneDNN keeps few of the products that it compiles for each shape it meets
+(else about 8 MB a step in bf16, up to its 1,024). The prediction is made before, in another process that has no weights, and
+nothing in it knows of these configurations.
 
     python tests/bench/plan.py                 # five configurations, then the printed plans: about 12 minutes
     python tests/bench/plan.py --quick         # the two smallest
