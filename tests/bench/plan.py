@@ -9,7 +9,7 @@ what is resident is what is held, and MKL likewise; oneDNN keeps few of the prod
 (else about 8 MB a step in bf16, up to its 1,024). The prediction is made before, in another process that has no weights, and
 nothing in it knows of these configurations.
 
-    python tests/bench/plan.py                 # five configurations, then the printed plans: about 12 minutes
+    python tests/bench/plan.py                 # five configurations, then the printed plans: about 16 minutes
     python tests/bench/plan.py --quick         # the two smallest
     python tests/bench/plan.py --plans         # the printed plans alone, about 4 minutes
 
