@@ -31,7 +31,16 @@ from draftsmith.models.target import live_states
 from draftsmith.train import plan, plan_memory, plan_run, script
 from draftsmith.train.loop import LossModule
 from draftsmith.train.plan_devices import DEVICES, device_of
-from draftsmith.train.plan_memory import ENGINES, Numbers, device_memory, most_rows, target_bytes, total
+from draftsmith.train.plan_memory import (
+    ENGINES,
+    Numbers,
+    device_memory,
+    most_rows,
+    packed_head,
+    packed_memory,
+    target_bytes,
+    total,
+)
 from draftsmith.train.plan_run import Text, Work, make_plan
 
 RECIPES = Path(__file__).resolve().parents[1] / "configs"
@@ -202,6 +211,29 @@ def test_placements_of_the_target() -> None:
     assert of("nf4") == 16_000 - 12_000 + int(4.127 / 8 * 6_000)
 
 
+def test_a_packed_head_is_counted_once() -> None:
+    """Where a CPU packs bf16 weights: from the first logits on, and not again by decoding."""
+    packed = dataclasses.replace(NUMBERS, packed_head=2_000)
+    assert packed_memory(NUMBERS).bytes == 2 * (6_000 + 2_000)
+    assert packed_memory(packed).bytes + total(packed_head(packed)) == 2 * (6_000 + 2_000)
+    assert packed_head(NUMBERS) == []
+
+
+def test_the_head_that_is_packed_is_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of all rows and of the draft vocabulary's, as `Target._rows` packs them, on CPUs alone."""
+    monkeypatch.setattr(plan_run, "packs", lambda weight: True)
+    head = load_config("tiny")[1].vocab_size * load_config("tiny")[1].hidden_size
+    width = load_config("tiny")[1].hidden_size
+    drafts = dataclasses.replace(recipe("medusa"), draft_vocab=16)
+    for run, numbers in ((recipe("medusa"), head), (drafts, head + 16 * width)):
+        planned = make_plan(work_of(run), 2, "ddp", "replicated")
+        assert planned.numbers.packed_head == numbers
+        assert "packed head" in {term.name for term in planned.moments["training"]}
+        assert "packed head" not in {
+            term.name for term in make_plan(work_of(run), 2, "ddp", "replicated", False).moments["training"]
+        }
+
+
 @pytest.mark.parametrize(
     ("said", "place"),
     [
@@ -234,6 +266,18 @@ def test_largest_micro_batch_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> 
     sizes = [make_plan(work, rows, "ddp", "replicated").peak for rows in (3, 4)]
     config = plan.PlanConfig("x", placement="replicated", memory_gb=sum(sizes) / 2 / 1e9, reserve_gb=0.0)
     assert plan.largest_micro_batch(work, make_plan(work, 2, "ddp", "replicated"), config) == 3
+
+
+def test_the_heaviest_micro_batch_of_the_budget() -> None:
+    """Of the epochs that ten steps reach, not of the first alone."""
+    work = work_of(dataclasses.replace(recipe("medusa"), seed=1))
+    stream = work.text.stream(work.run)
+    told = [
+        [int(batch.supervised_BT.sum()) for at in range(stream.windows(epoch)) for batch in stream.window(epoch, at)]
+        for epoch in range(3)
+    ]
+    assert max(told[0]) < max(max(told[1]), max(told[2]))
+    assert int(work.text.batch(work.run, 2, 1).supervised_BT.sum()) == max(map(max, told))
 
 
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
@@ -289,7 +333,24 @@ def test_what_would_fit_is_named() -> None:
     four, one = (make_plan(work, rows, "ddp", "replicated") for rows in (4, 1))
     config = plan.PlanConfig("x", placement="replicated", memory_gb=(four.peak + one.peak) / 2e9, reserve_gb=0.0)
     found = plan.what_would(work, four, config)
-    assert any("rows a device=1" in way for way in found)
+    assert any(way.startswith("batch.rows=1 batch.accumulate=4: ") for way in found)  # the same rows a step
+    assert any(way.startswith("target.quantize=nf4") or way.startswith("target.placement=") for way in found)
+
+
+def test_what_would_fit_is_said_in_a_recipes_keys() -> None:
+    """What `placement_of` reads back as the placement that was meant."""
+    asked = TargetConfig(quantize="nf4")
+    assert plan.keys_of_placement("sharded", asked) == {"target.placement": "sharded", "target.quantize": "none"}
+    assert plan.keys_of_placement("nf4", TargetConfig(placement="sharded")) == {
+        "target.placement": "replicated",
+        "target.quantize": "nf4",
+    }
+    assert plan.keys_of_placement("own", TargetConfig())["target.devices"]
+    for place in ("replicated", "sharded", "nf4", "int8", "absent"):
+        said = {
+            key.removeprefix("target."): value for key, value in plan.keys_of_placement(place, TargetConfig()).items()
+        }
+        assert plan.placement_of(TargetConfig(**said)) == place
 
 
 @pytest.mark.parametrize(

@@ -195,12 +195,11 @@ def largest_micro_batch(work: Work, plan: Plan, config: PlanConfig) -> int:
 
 
 def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
-    """Changes that would make the run fit, one each, then together with one row a device."""
+    """Changes of the recipe that would make the run fit, each alone, then with one row a device and the same rows a step."""
     assert config.room is not None
-    room, one = (
-        config.room,
-        plan if plan.rows == 1 else make_plan(work, 1, work.engine, config.place, config.gpu is None, plan),
-    )
+    batch = work.run.batch
+    few = {"batch.rows": config.world, "batch.accumulate": batch.accumulate * plan.rows}
+    one = plan if plan.rows == 1 else one_row(work, plan, config, few)
     engines = [work.engine, *(e for e in ENGINES if config.world > 1 and e != work.engine)]
     found: list[str] = []
     for place in ("replicated", "sharded", "own", "nf4", "absent"):
@@ -212,14 +211,33 @@ def what_would(work: Work, plan: Plan, config: PlanConfig) -> list[str]:
             continue
         for engine in engines:
             for of in (plan, one):
-                changed = {"placement": place} if place != config.placement else {}
-                changed |= {"engine": engine} if engine != work.engine else {}
-                changed |= {"rows a device": "1"} if of.rows != plan.rows else {}
+                same = (place, engine, of) == (config.placement, work.engine, plan)
                 peak = of.again(engine, place).peak
-                if changed and peak <= room:
-                    found.append(f"{', '.join(f'{k}={v}' for k, v in changed.items())}: {peak / GB:.2f} GB")
+                if not same and peak <= config.room:
+                    keys: dict[str, object] = keys_of_placement(place, work.run.target)
+                    keys |= {"engine": engine} if engine != work.engine else {}
+                    keys |= few if of is not plan else {}
+                    found.append(f"{' '.join(f'{k}={v}' for k, v in keys.items())}: {peak / GB:.2f} GB")
                     break
     return found[:4]
+
+
+def one_row(work: Work, plan: Plan, config: PlanConfig, few: dict[str, int]) -> Plan:
+    """The same step in micro-batches of one row a device."""
+    batch = replace(work.run.batch, rows=few["batch.rows"], accumulate=few["batch.accumulate"])
+    fewer = replace(work, run=replace(work.run, batch=batch))
+    return make_plan(fewer, 1, work.engine, config.place, config.gpu is None, plan)
+
+
+def keys_of_placement(placement: Placement, said: TargetConfig) -> dict[str, object]:
+    """What a recipe must say to have its target there, where it does not say so."""
+    words = {"own": "devices", "nf4": "replicated", "int8": "replicated"}
+    keys: dict[str, object] = {"target.placement": words.get(placement, placement)}
+    keys["target.quantize"] = placement if placement in ("nf4", "int8") else "none"
+    if placement == "own" and not said.devices:
+        keys["target.devices"] = "[...]"
+    now = {"target.placement": said.placement, "target.quantize": said.quantize}
+    return {key: value for key, value in keys.items() if now.get(key) != value}
 
 
 def hours_of(plan: Plan, config: PlanConfig) -> dict[str, float]:

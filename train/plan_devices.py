@@ -1,5 +1,6 @@
 """Devices that a plan can be made for, and how long they take: a literal table and arithmetic. Figures are the
-vendors', as `source` names them; compared with what other tables give of them, not with the devices.
+vendors', as `source` names them; compared with what other tables give of them, not with the devices. Where that was
+not done, or tables differ, `source` says so.
 
 Test: pytest tests/test_plan.py
 """
@@ -25,8 +26,14 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    "t4": Device("Tesla T4", 16, 65, 320, "NVIDIA T4 datasheet (fp16; it has no bf16)"),
-    "rtx3090": Device("GeForce RTX 3090", 24, 71, 936, "NVIDIA GA102 whitepaper, table 2 (bf16, fp32 accumulate)"),
+    "t4": Device("Tesla T4", 16, 65, 320, "NVIDIA T4 datasheet (fp16; it has no bf16); bandwidth not compared"),
+    "rtx3090": Device(
+        "GeForce RTX 3090",
+        24,
+        71,
+        936,
+        "NVIDIA GA102 whitepaper, table 2 (bf16, fp32 accumulate); TFLOP/s not compared",
+    ),
     "rtx4090": Device("GeForce RTX 4090", 24, 165.2, 1008, "NVIDIA Ada whitepaper, appendix A (bf16, fp32 accumulate)"),
     "l4": Device("L4", 24, 121, 300, "NVIDIA L4 datasheet (half of the figure with sparsity)"),
     "l40s": Device("L40S", 48, 362, 864, "NVIDIA L40S datasheet (half of the figure with sparsity)"),
@@ -35,7 +42,13 @@ DEVICES: dict[str, Device] = {
     "h100": Device("H100 SXM", 80, 989.4, 3350, "NVIDIA H100 datasheet (half of the figure with sparsity)"),
     "h100-pcie": Device("H100 PCIe", 80, 756, 2000, "NVIDIA H100 datasheet (half of the figure with sparsity)"),
     "h200": Device("H200 SXM", 141, 989.4, 4800, "NVIDIA H200 datasheet (half of the figure with sparsity)"),
-    "b200": Device("B200 SXM", 180, 2250, 7700, "NVIDIA HGX B200 datasheet (half of the figure with sparsity)"),
+    "b200": Device(
+        "B200 SXM",
+        180,
+        2250,
+        7700,
+        "NVIDIA HGX B200 datasheet (half of the figure with sparsity); tables differ: 180 to 192 GB, 7,700 to 8,000 GB/s",
+    ),
     "mi300x": Device("Instinct MI300X", 192, 1307.4, 5300, "AMD MI300X datasheet"),
 }
 

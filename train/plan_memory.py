@@ -55,7 +55,8 @@ class Term:
 class Numbers:
     """What a recipe trains and keeps fixed, in numbers and bytes. `target_matrices`: numbers of the target's that
     quantisation rounds (projections inside the layers); `ends`: bytes of its embedding and head; `layer`: bytes of its
-    largest layer; `moments`: numbers that the optimiser keeps; `head`: numbers of the target's head."""
+    largest layer; `moments`: numbers that the optimiser keeps; `head`: numbers of the target's head, `packed_head`: those of
+    which a CPU keeps a packed copy from the first logits on."""
 
     trained: int
     fixed_bytes: int
@@ -66,6 +67,7 @@ class Numbers:
     layer: int
     moments: int
     head: int
+    packed_head: int = 0
 
 
 def share(whole: int, divided: bool, devices: int) -> int:
@@ -155,11 +157,15 @@ def saving_memory(terms: Sequence[Term], numbers: Numbers) -> list[Term]:
 
 
 def packed_memory(numbers: Numbers) -> Term:
-    """What decoding on a CPU in bf16 adds from the first probe on (models/lean.py)."""
-    packed = numbers.target_matrices + numbers.head
-    return Term(
-        "packed target", 2 * packed, f"2 bytes x {packed:,} numbers of projections and head, in a processor's order"
-    )
+    """What decoding on a CPU in bf16 adds from the first probe on (models/lean.py), beside a head that is packed before."""
+    packed = numbers.target_matrices + (0 if numbers.packed_head else numbers.head)
+    return Term("packed target", 2 * packed, f"2 bytes x {packed:,} numbers, in a processor's order")
+
+
+def packed_head(numbers: Numbers) -> list[Term]:
+    """What the teacher's logits on a CPU in bf16 add (models/target.py, `_rows`)."""
+    n = numbers.packed_head
+    return [Term("packed head", 2 * n, f"2 bytes x {n:,} numbers of the head, in a processor's order")] if n else []
 
 
 def total(terms: Sequence[Term]) -> int:

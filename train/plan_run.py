@@ -40,6 +40,7 @@ from .plan_memory import (
     checkpoint_bytes,
     device_memory,
     largest,
+    packed_head,
     packed_memory,
     saving_memory,
     target_bytes,
@@ -48,6 +49,7 @@ from .plan_memory import (
 from .plan_trace import Built, Step, trace
 from .stream import Stream
 
+LOOKED = 4  # epochs whose micro-batches are compared
 HEAD_ROWS = 256  # rows of full logits that capture holds at once
 
 
@@ -68,8 +70,8 @@ class Text:
         )
 
     def batch(self, run: RunConfig, rows: int, world: int) -> Batch:
-        """The micro-batch of one device that holds the most supervised tokens in the first epoch; of data that is not here,
-        full rows."""
+        """The micro-batch of one device that holds the most supervised tokens in the budget's first epochs; of data that is
+        not here, full rows."""
         length = run.batch.row_length
         if not self.samples:
             own = min(run.data.max_length, length)
@@ -77,11 +79,16 @@ class Text:
             made = Sample(0, torch.zeros(own, dtype=torch.int64), torch.arange(own) >= free)
             row = [replace(made, sample_id=i) for i in range(length // own)]
             return make_batch([row] * rows, length, run.seed, 0)
-        every = self.stream(run).rows_of_epoch(0)
-        heavy = [sum(int(self.samples[i].supervised.sum()) for i in row) for row in every]
-        starts = range(0, len(every), rows * world)
-        at = max(starts, key=lambda s: sum(heavy[s : s + rows * world : world]))
-        chosen = [every[i % len(every)] for i in range(at, at + rows * world, world)]
+        stream, steps = self.stream(run), self.steps(run)
+        epochs = 1 if steps is None else min(math.ceil(steps / stream.windows(0)), LOOKED)
+        told = [int(sample.supervised.sum()) for sample in self.samples]
+        heaviest, chosen = -1, list[list[int]]()
+        for every in map(stream.rows_of_epoch, range(epochs)):
+            for at in range(0, len(every), rows * world):
+                count = sum(told[i] for row in every[at : at + rows * world : world] for i in row)
+                if count > heaviest:
+                    heaviest = count
+                    chosen = [every[i % len(every)] for i in range(at, at + rows * world, world)]
         return make_batch([[self.samples[i] for i in row] for row in chosen], length, run.seed, 0)
 
     def steps(self, run: RunConfig) -> int | None:
@@ -282,7 +289,17 @@ def numbers_of(built: Built, weights: dict[str, int], optim: OptimConfig) -> Num
         layer=max(sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in target.layers),
         moments=moment_numbers(built.module, optim),
         head=target.head_weight.numel(),
+        packed_head=packed_numbers(built),
     )
+
+
+def packed_numbers(built: Built) -> int:
+    """Of the target's head as a CPU packs it for logits: all rows, and those of the draft vocabulary."""
+    head, drafts = built.target.head_weight, getattr(built.module, "d2t_W", None)
+    if built.needs <= {"ids"} or built.target.not_lean is not None or not packs(torch.zeros(0, dtype=head.dtype)):
+        return 0
+    rows = [len(head)] + ([] if drafts is None else [len(drafts)])
+    return sum(n * head.shape[1] for n in rows if n * head.shape[1] * head.element_size() <= PACK_BYTES)
 
 
 def moment_numbers(module: nn.Module, optim: OptimConfig) -> int:
@@ -334,7 +351,8 @@ def moments_of(
     training = device_memory(numbers, step.parts, engine, placement, work.world, step.kept, work.machine)
     moments = {"training": training}
     if one_memory:
-        moments["saving"] = saving_memory(training, numbers)
+        training += packed_head(numbers)
+        moments["saving"] = [*saving_memory(training, numbers), *packed_head(numbers)]
         if probes_packed(work.run, numbers):
             moments["saving"].append(packed_memory(numbers))
             if work.run.evaluate.probe_every:
@@ -348,7 +366,12 @@ def moments_of(
         shard = 2 * SHARD_TOKENS * step.token_bytes if one_memory else 0
         own = target_bytes(numbers, "replicated" if placement == "own" else placement, work.machine or work.world)
         drafter = [t for t in training if t.name == "drafter"] if one_memory else []
-        moments["capturing"] = [own, *drafter, Term("capture", threads * (capture_pass + shard), formula)]
+        moments["capturing"] = [
+            own,
+            *drafter,
+            *(packed_head(numbers) if one_memory else []),
+            Term("capture", threads * (capture_pass + shard), formula),
+        ]
     return moments
 
 

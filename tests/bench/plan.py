@@ -1,14 +1,15 @@
 """What `draftsmith plan` predicts against what training takes, on the CPU, and plans of three large targets.
 
-Each configuration trains for real in a process of its own, the script's whole path: capture, steps, held-out figures, probe,
-checkpoints, export. What it holds besides is subtracted: a tiny run goes before, so that every library is loaded, and what
-is resident then is the base. The peak is the kernel's own (VmHWM of /proc/self/status, reset as the loop begins), without
-the pages of files that the loop maps. glibc's malloc is told to give large blocks back at once (one arena, blocks from 64 kB
-mapped by themselves), so that what is resident is what is held; and oneDNN to keep few of the products that it compiles
-for each shape it meets (else about 8 MB a step in bf16, up to its 1,024). The prediction is made before, in another process that has
-no weights, and nothing in it knows of these configurations.
+Each configuration trains for real in a process of its own, the script's whole path: capture, steps, held-out figures,
+checkpoints, export. What it holds besides is subtracted: the same recipe goes before on a tiny target, and its own plan is
+made, so that libraries are loaded, kernels compiled and the interpreter's heap is grown; what is resident then is the base.
+The peak is the kernel's own (VmHWM of /proc/self/status, reset as the loop begins), without the pages of files that the loop
+maps. glibc's malloc is told to give large blocks back at once (one arena, blocks from 64 kB mapped by themselves), so that
+what is resident is what is held, and MKL likewise; oneDNN keeps few of the products that it compiles for each shape it meets
+(else about 8 MB a step in bf16, up to its 1,024). The prediction is made before, in another process that has no weights, and
+nothing in it knows of these configurations.
 
-    python tests/bench/plan.py                 # five configurations, then the printed plans: about 12 minutes
+    python tests/bench/plan.py                 # five configurations, then the printed plans: about 16 minutes
     python tests/bench/plan.py --quick         # the two smallest
     python tests/bench/plan.py --plans         # the printed plans alone, about 4 minutes
 
@@ -35,7 +36,7 @@ ROOT = HERE.parents[2]
 BAR, SPREAD = 0.15, 3.0
 ALLOCATION = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8", "MKL_DISABLE_FAST_MM": "1",
 }  # fmt: skip
 
 # Targets of the measured runs: shapes alone, random weights.
@@ -52,10 +53,10 @@ USUAL = [
 ]  # fmt: skip
 RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "eagle, captured, all ids": (
-        SMALL, ["method=eagle", "data.max_length=512", "batch.row_length=512", "batch.rows=4"],
+        SMALL, ["method=eagle", "data.max_length=512", "batch.row_length=512", "batch.rows=8"],
     ),
     "medusa, captured, 200 ids": (
-        SMALL, ["method=medusa", "draft_vocab=200", "drafter.head=shared", "drafter.heads=4", "data.max_length=512", "batch.row_length=512", "batch.rows=8"],
+        SMALL, ["method=medusa", "draft_vocab=200", "drafter.head=shared", "drafter.heads=4", "data.max_length=512", "batch.row_length=512", "batch.rows=24", "data.limit=100"],
     ),
     "eagle3, live, 1,024 tokens": (
         SMALL, ["method=eagle3", "states.source=live", "drafter.steps=4", "data.max_length=1024", "batch.row_length=1024", "batch.rows=2"],
@@ -66,6 +67,12 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dspark, live": (
         WIDE, ["method=dspark", "states.source=live", "drafter.anchors=64", "data.max_length=512", "batch.row_length=512", "batch.rows=4"],
     ),
+}  # fmt: skip
+
+# The same recipe on a target of no size goes before: libraries, kernels and the interpreter's heap, as the run needs them.
+SMALLEST: dict[str, str] = {
+    "target.name": "tiny", "budget.steps": "2", "data.limit": "16", "data.max_length": "128", "batch.row_length": "128",
+    "batch.rows": "1", "states.batch_tokens": "128",
 }  # fmt: skip
 
 # Three large targets: the numbers of their published config.json that shape them.
@@ -177,19 +184,16 @@ def measure(argv: list[str]) -> dict[str, int]:
     import torch
 
     from draftsmith.train import distill_draft
+    from draftsmith.train import plan as planner
 
     torch.set_num_threads(1)
     quiet = os.dup(1)
     os.dup2(2, 1)  # what training says is not the answer
     with tempfile.TemporaryDirectory() as folder:
-        tiny = [
-            f"--config={ROOT / 'configs/quick.yaml'}",
-            "budget.steps=2",
-            "log.progress=false",
-            "precision=bf16",
-            f"run={folder}/run",
-        ]
-        assert distill_draft.main(tiny) == 0
+        small = dict(one.split("=", 1) for one in argv) | SMALLEST | {"run": f"{folder}/run"}
+        assert distill_draft.main([f"{key}={value}" for key, value in small.items()]) == 0
+    recipe, *keys = (one for one in argv if not one.startswith("run="))
+    planner.main([recipe.removeprefix("--config="), *keys])
     base = resident()
     found: dict[str, int] = {}
     train = distill_draft.train
