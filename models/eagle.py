@@ -67,7 +67,7 @@ class EagleConfig:
     bias: bool = False
     """A bias on `fc`, as the paper's checkpoints have; engines drop it, so train without."""
     checkpointing: bool = False
-    """Keep of every step only its output and keys and compute the rest anew in backward: less memory, about a fifth slower."""
+    """Keep of every step only its output and keys and compute the rest anew in backward: half the memory, a quarter slower."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self.objective, self.oov, self.depth_weight, self.steps, "eagle", features=True)

@@ -68,7 +68,7 @@ class Eagle3Config:
     train_head: bool = True
     """False: the head keeps the target's rows (as the speculators library trains it), which saves time per step."""
     checkpointing: bool = False
-    """Keep of every step only its output and keys and compute the rest anew in backward: less memory, about a fifth slower."""
+    """Keep of every step only its output and keys and compute the rest anew in backward: half the memory, a quarter slower."""
     fc_norm: bool = False
     """One norm per tap before `fc` (EAGLE-3.1)."""
     norm_output: bool = False
